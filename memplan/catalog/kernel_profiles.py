@@ -25,6 +25,8 @@ LossKernel = Literal[
     "chunked-logits",
     "fp32-pieces",
     "log-probabilities",
+    "divergence",
+    "logits",
     "fp32-stretches",
     "weighted-tokens",
 ]
@@ -84,7 +86,8 @@ class KernelProfile:
             micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32 copy; ``fp32-pieces``
             are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
-            are what preference methods compared before they had a fused head.
+            are what preference methods compared before they had a fused head; ``divergence`` of whole logits from a teacher's is
+            what distillation learns by, and ``logits`` are what that returns, of which no loss is formed.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
             its like are some of these without the others.

@@ -17,7 +17,8 @@ from memplan.plan.components import Component, InstantForm, SavedTensor, compone
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.units.host_memory import HostMemory
 from memplan.training.own_settings import OwnSetting
-from memplan.training.resolved import TrainingSetup, resolved_keys
+from memplan.training.resolution.resolved_keys import resolved_keys
+from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
     from memplan.step.instants import StepForms

@@ -19,9 +19,9 @@ from memplan.plan.jobs.beyond_peak import apart_bytes, compiler_doubt_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
+from memplan.step.beside.second_forward import all_on_card, with_frozen_states
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms
-from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.step.kernels.refused_row_masks import may_pad
 from memplan.step.regimes import regime_of
@@ -39,7 +39,7 @@ from memplan.units import round_up
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 
-Kernels = tuple[KernelProfile, *tuple[AttentionKernel | None, ...]]
+Kernels = tuple[KernelProfile, *tuple[KernelProfile | AttentionKernel | None, ...]]
 
 
 CardKind = tuple[str, str | None, str, bool]
@@ -52,7 +52,8 @@ def card_kind(gpu: Gpu) -> CardKind:
 
 def _kernels(setup: TrainingSetup) -> Kernels:
     """Return all of a setup that a card decides and its closed forms depend on."""
-    return setup.profile, setup.masked_attention, setup.wide_attention, setup.tower_attention
+    second = () if setup.teacher is None else _kernels(setup.teacher.setup)
+    return setup.profile, setup.masked_attention, setup.wide_attention, setup.tower_attention, *second
 
 
 def _of_rank(model: Model, setup: TrainingSetup) -> Model:
@@ -86,7 +87,9 @@ class CompiledPlan:
         self.setup = setup
         refuse_unmodelled(model, setup)
         adapters = () if known else adapter_tensors(model, setup)
-        states = known or rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size)
+        states = known or with_frozen_states(
+            rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size), setup.teacher
+        )
         self._regimes = FormsByRegime(self.model, model, setup, states)
         if setup.formats["hidden_matrix"].product == "integers":
             regime = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
@@ -123,7 +126,7 @@ class CompiledPlan:
         """
         key = card_kind(gpu)
         if key not in self._by_card:
-            plan = self._with_setup(on_card(self.setup, self.model, gpu))
+            plan = self._with_setup(all_on_card(self.setup, self.model, gpu))
             if may_pad(self.setup, 2):  # the kernel under a mask is the card's too
                 plan = copy(plan)
                 plan.__dict__.pop("_with_padding", None)

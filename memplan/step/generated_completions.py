@@ -9,9 +9,10 @@ from memplan.model.spec import Attention, ModelSpec
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import GENERATION, forward_alone
-from memplan.step.step_inputs import ID_BYTES, StepInputs, tables_of_graph
+from memplan.step.step_inputs import StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fixed_form
 from memplan.step.tapes.moments import Instant
+from memplan.step.units.collated_rows import ID_BYTES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 BEFORE_CACHE = frozenset(("attention",))

@@ -34,6 +34,7 @@ from memplan.step.alive_around_layers import (
     stashed_inputs,
     stream_form,
 )
+from memplan.step.beside.second_forward import places_beside
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
@@ -58,7 +59,7 @@ from memplan.step.playing.section import SavedTensor
 from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
-from memplan.step.step_inputs import StepInputs, buffers, joined_ids, retained_arguments, rows_to_come, tables_of_graph
+from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, rows_to_come, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     ZERO,
     Form,
@@ -68,6 +69,7 @@ from memplan.step.tapes.linear_forms import (
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_on_tape import returned_features
+from memplan.step.units.collated_rows import joined_ids
 from memplan.training.resolved import TrainingSetup
 
 SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
@@ -311,6 +313,7 @@ def _forward(
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from widened_outputs(inputs, taped, around + played.head.saved, cast)
     around -= named if called else ZERO
+    yield from places_beside(inputs, taped, around - cast)
     yield from forward_only_instants(inputs, taped, around + played.head.saved - cast)
 
 

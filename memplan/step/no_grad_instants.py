@@ -10,18 +10,11 @@ from memplan.step.kernels.layer_arguments import layer_arguments, position_quant
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.playing.section import Section
-from memplan.step.step_inputs import (
-    ID_BYTES,
-    LABEL_BYTES,
-    MASK_BYTES,
-    StepInputs,
-    evaluated_rows,
-    joined_ids,
-    tables_of_graph,
-)
+from memplan.step.step_inputs import StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tensors.tensor_states import reference_setup
+from memplan.step.units.collated_rows import ID_BYTES, LABEL_BYTES, MASK_BYTES, evaluated_rows, joined_ids
 from memplan.training.adapters import REFERENCE
 
 STATISTICS_BYTES = 4 + 4 + 4 + 1
@@ -36,6 +29,9 @@ EVALUATION = "evaluation"
 
 GENERATION = "generation"
 """The instant at which completions are generated and their log-probabilities computed."""
+
+PLACE = "forward of a second model"
+"""Operation of a moment in whose place those of a second model's forward are put."""
 
 EMBEDDING, HEAD = -1, -2
 """Stand for the embedding, and for norm and head, among the kinds of layers."""
@@ -64,6 +60,10 @@ def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     yield from forward_alone(inputs, taped, around, EVALUATION, forward_arguments(inputs))
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
+    if inputs.setup.teacher is not None:
+        width = 4 if inputs.setup.autocast else inputs.setup.compute_bytes
+        whole = single_form(Part.LOGITS, Quantity.TOKENS, width * taped.settings.vocab_size)
+        yield Instant(EVALUATION, PLACE, around + whole)
     for form in _metrics(inputs, taped, around, graph=False):
         yield Instant(EVALUATION, "metrics", form)
 

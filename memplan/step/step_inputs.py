@@ -21,6 +21,7 @@ from memplan.step.states.optimizer_scratch import (
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.taped_operations import Weight
 from memplan.step.tensors.tensor_states import TensorStates
+from memplan.step.units.collated_rows import PROMPT_BYTES, collated_bytes, generated_rows
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -30,8 +31,6 @@ LOSS_SCALE_BYTES = 8
 Source: torch/amp/grad_scaler.py (v2.13.0).
 """
 
-ROW_NUMBER_BYTES = 4
-"""Of a token of joined rows: which of them it is in (``seq_idx`` in trl/trainer/sft_trainer.py, 1.16.0)."""
 
 BLOCK_MASK_BYTES = 16
 """A block mask of flex attention: numbers of blocks and their places in 32 bits, full and partial ones, by query and by key.
@@ -184,28 +183,6 @@ def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:
 
 
 # -------------------------------------------------------------------- what is there throughout
-def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:
-    """Return what a collator makes of a token, in so many micro-batches where the loop fetches those of a step together."""
-    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
-    if setup.config.joined_rows:
-        batch += ROW_NUMBER_BYTES * micro_steps
-    if setup.scores:
-        batch = batch * 2 // 3  # no labels
-    if setup.config.method.stage == "kto":
-        batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
-    return batch
-
-
-def evaluated_rows(setup: TrainingSetup) -> Form:
-    """Return the rows that an evaluation reads, beside those of the last step, which the loop still has names for.
-
-    Source:
-        ``batch_samples`` and ``inputs`` in ``_run_epoch``, which calls ``evaluate``, in transformers/trainer.py (5.24.0); ``batch`` in
-        ``fit``, which calls ``validate``, in litgpt/finetune/lora.py (0.5.13).
-    """
-    if setup.stack.evaluates_in_place and not setup.evaluates_apart:
-        return ZERO
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup))
 
 
 def buffers(inputs: StepInputs) -> Form:
@@ -218,8 +195,9 @@ def buffers(inputs: StepInputs) -> Form:
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     ranks = setup.config.parallel.context
     batch = ranks * (together * collated_bytes(setup) if together else collated_bytes(setup, micro_steps))
+    prompts = PROMPT_BYTES * micro_steps if setup.teacher is not None else 0
     form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
-    form += constant_form(
+    form += single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, prompts) + constant_form(
         Part.ACTIVATIONS, _expert_offset_bytes(spec, apart=code.experts_apart) + _table_bytes(inputs.states) + scale
     )
     form += constant_form(Part.ACTIVATIONS, _triangle_bytes(spec, setup))
@@ -277,36 +255,6 @@ def rows_to_come(setup: TrainingSetup) -> Form:
     later = setup.config.gradient_accumulation_steps - 1 if setup.config.parallel.pipeline == 1 else 0
     size = sum(part.element_bytes for part in setup.stack.batch if part.kept and part.in_turn)
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, size * later * setup.config.parallel.context)
-
-
-ID_BYTES = MASK_BYTES = LABEL_BYTES = 8
-"""Of a token: its number, whether it is padding, and its label; each in 64 bits."""
-
-
-def generated_rows(setup: TrainingSetup) -> Form:
-    """Return the completions that steps learn from, with their prompts, masks and log-probabilities.
-
-    Source:
-        ``_prepare_inputs`` and ``_compute_loss`` in trl/trainer/grpo_trainer.py (1.16.0).
-    """
-    together = setup.generated_micro_batches
-    engine, compared = setup.rollout.engine != "transformers", setup.config.method.reference_model != "none"
-    logs = 4 * (setup.keeps_old_log_probabilities + engine + compared)  # an engine tells those that it sampled by
-    rows = single_form(Part.ACTIVATIONS, Quantity.TOKENS, (ID_BYTES + MASK_BYTES) * together)
-    return rows + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, logs * together)
-
-
-def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
-    """Return what completions, or chosen and rejected answers, are joined to: ids, which an embedding that is trained saves; in forward mask and labels too.
-
-    Source:
-        ``concatenated_inputs`` in trl/experimental/orpo/orpo_trainer.py (1.16.0).
-    """
-    if not setup.joins_rows:
-        return ZERO
-    saved = ID_BYTES if setup.config.adapter is None else 0
-    retained = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, retained)
 
 
 def tables_of_graph(inputs: StepInputs, *, behind: bool = False) -> Form:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
-from typing import Any
+from dataclasses import field, replace
+from typing import TYPE_CHECKING
 
 from memplan.catalog.config_keys.method_keys import SCORED, Rollout
-from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.kernel_profiles import AttentionKernel, CodesLoading, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, Checkpointing, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import ROLES, Role
+from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.stack_defaults import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
+
+if TYPE_CHECKING:
+    from memplan.model.model import Model
+    from memplan.training.second_models import FrozenModel
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Formats that a product can read as they are; all others are decoded first."""
@@ -63,12 +66,18 @@ class TrainingSetup:
     # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
     uncheckpointed: bool = False  # Whether layers never run again, whatever the config says
+    teacher: FrozenModel | None = None  # What distillation learns from
     untied_ends: bool = False  # Whether a tied embedding and head are tensors of their own, as copies of either train
 
     def with_floats(self, names: Mapping[Role, str]) -> TrainingSetup:
         """Return the same setup with the weights of some roles in other floats."""
         formats = {role: plain_format(name) for role, name in names.items()}
         return replace(self, format_names={**self.format_names, **names}, formats={**self.formats, **formats})
+
+    @property
+    def beside(self) -> Mapping[str, Model]:
+        """Models of their own beside the one that is trained, as they were looked up."""
+        return {} if self.teacher is None else {"teacher": self.teacher.given}
 
     @property
     def label(self) -> str:
@@ -313,35 +322,3 @@ def plain_format(name: str) -> StorageFormat:
 def is_bundled(entry: Optimizer) -> bool:
     """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
     return entry.bundled is not None
-
-
-ALWAYS = ("data", "zero_stage", "tensor", "sequence", "pipeline", "context", "expert")
-"""Keys of ``parallel`` that stand in every answer; others where they are not their default."""
-_ALONE = asdict(Parallel())
-
-
-def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
-    data = asdict(setup.config)
-    data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
-    if setup.config.freeze == ALL_TRAIN:
-        del data["freeze"]
-    if not setup.config.joined_rows:
-        del data["joined_rows"]
-    own = ("rollout", "chosen_nll", "labels", "balances")  # what some methods alone have
-    data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
-    adapted = setup.config.adapter is not None
-    data["weights"] = {
-        role: format_name(setup.config, role) if adapted else setup.format_names[role] for role in ROLES
-    }  # not as the stack casts what is beside quantised matrices: it casts again where the keys are read back
-    if setup.format_names["expert_matrix"] in FLOAT_BYTES and data["weights"]["expert_matrix"] not in FLOAT_BYTES:
-        del data["weights"]["expert_matrix"]  # no library quantises stacked experts, which are read back as not said
-    data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
-    data["kernels"] = asdict(setup.profile)
-    if setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
-        data["kernels"]["attention"] = setup.attention_choice  # read back, what torch chose would be asked for
-    names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
-    if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
-        data["gradients"]["dtype"] = names.pop()
-    unsaid = ("adapter", "autocast", "evidence", "outputs_until", "padded_rows", "reentrant_checkpointing")
-    return {key: value for key, value in data.items() if value is not None or key not in unsaid}

@@ -14,7 +14,8 @@ from memplan.errors import MemplanError
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.training.adapters import adapter_tensors
 from memplan.training.own_settings import own_settings
-from memplan.training.resolved import TrainingSetup, resolved_keys
+from memplan.training.resolution.resolved_keys import resolved_keys
+from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.half_precision import fp16_settings
 from memplan.training.stack_models import built_by, with_model_built
 from tests.golden.test_recorded_jobs import digest

@@ -54,6 +54,20 @@ class Job:
     training: Mapping[str, Any]
 
     @property
+    def teacher(self) -> Mapping[str, Any] | None:
+        """Keys of the released ``config.json`` of a teacher, which stand where its name would."""
+        given: Mapping[str, Any] | None = self.training.get("method", {}).get("teacher", {}).get("model")
+        return given
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The training config as a file has it."""
+        if self.teacher is None:
+            return dict(self.training)
+        method = self.training["method"]
+        return {**self.training, "method": {**method, "teacher": {**method["teacher"], "model": "drawn"}}}
+
+    @property
     def text(self) -> str:
         """Both as JSON on one line, which ``--job`` takes."""
         return json.dumps({"model": self.model, "training": self.training}, sort_keys=True)
@@ -186,8 +200,9 @@ def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
     Raises:
         MemplanError: The job is refused.
     """
-    config = validate(TrainingConfig, Document("job", dict(job.training), {}))
-    return model_of(job.model), resolve(config, catalog, "job")
+    config = validate(TrainingConfig, Document("job", job.keys, {}))
+    beside = {"teacher": model_of(job.teacher)} if job.teacher is not None else None
+    return model_of(job.model), resolve(config, catalog, "job", beside=beside)
 
 
 def model_of(values: Mapping[str, Any]) -> Model:

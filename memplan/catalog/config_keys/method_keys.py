@@ -4,9 +4,11 @@ from typing import Literal
 
 from memplan.documents.frozen_values import dataclass
 
-Stage = Literal["sft", "classification", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo"]
+Divergence = Literal["forward-kl", "reverse-kl", "jsd"]
+
+Stage = Literal["sft", "classification", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "distillation"]
 """What a step learns from: rows of tokens; rows that have a class each; pairs of answers, chosen and rejected; answers that are said
-to be good or bad; or answers that the model has generated itself, which are scored."""
+to be good or bad; answers that the model has generated itself, which are scored; or rows whose next tokens a teacher foretells."""
 
 SCORED: frozenset[Stage] = frozenset(("reward", "classification"))
 """Stages whose model yields scores in place of logits."""
@@ -37,6 +39,21 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondModel:
+    """A frozen model of its own beside the one that is trained.
+
+    Attributes:
+        model: Its name, file or directory, as any model's.
+        weights: Format of its matrices; None is its dtype.
+        dtype: Dtype of all that is not quantised; None is bf16, as most checkpoints are.
+    """
+
+    model: str = ""
+    weights: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """What a step learns from, and the model that it is compared with.
 
@@ -48,6 +65,8 @@ class Method:
         chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
         balances: Whether a loss of unbalanced experts is added, for which routers' logits of all layers stay; None is as the stack does.
         labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
+        teacher: The model that a step learns from, which distillation alone has.
+        divergence: What student and teacher are compared by; None is as the trainer has it.
     """
 
     stage: Stage = "sft"
@@ -56,6 +75,8 @@ class Method:
     chosen_nll: bool | None = None
     labels: int | None = None
     balances: bool | None = None
+    teacher: SecondModel | None = None
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, slots=True)

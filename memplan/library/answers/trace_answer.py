@@ -17,7 +17,8 @@ from memplan.report.document import Block, Document, Table
 from memplan.report.pictures.step_figure import Limits, step_figure
 from memplan.report.plans.plan_answer import stack_data, stack_words
 from memplan.trace.recording.trace_result import Trace, TracedStorage
-from memplan.training.resolved import TrainingSetup, resolved_keys
+from memplan.training.resolution.resolved_keys import resolved_keys
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from memplan.plan.jobs.forms_by_regime import refuse_unlearned
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
-from memplan.step.kernels.card_support import on_card
+from memplan.step.beside.second_forward import all_on_card
 from memplan.trace.recording.trace_result import Trace
 from memplan.training.resolved import TrainingSetup
 
@@ -175,7 +175,7 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
         )
     if model is not None:
         refuse_unlearned(model, setup.config.sequence_length)
-        setup = on_card(setup, model, inputs.catalog.gpus[DEFAULT_GPU] if device is None else device.gpu)
+        setup = all_on_card(setup, model, inputs.catalog.gpus[DEFAULT_GPU] if device is None else device.gpu)
     return _Subject(model, setup, device, options, inputs.catalog)
 
 

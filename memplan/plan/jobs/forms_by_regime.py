@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import mul
+from typing import Literal
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.model.routed_experts import routed_to
+from memplan.step.beside.second_forward import cached_sizes, moments_alone, running, states_on_tape
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, loss_moments, step_on_tape
@@ -19,17 +22,18 @@ from memplan.step.losses.cross_entropy import PIECE_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import EVALUATION
+from memplan.step.no_grad_instants import EVALUATION, PLACE
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import forwarded_rows, regime_of
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Pieces, fixed_form, quantities
+from memplan.step.tapes.linear_forms import Coefficients, Form, Pieces, fixed_form, quantities
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
+from memplan.training.second_models import FrozenModel
 from memplan.units import ceil_div
 
 
@@ -57,6 +61,7 @@ class FormsByRegime:
         self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
         self._steps: dict[Regime, StepForms] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
+        self._second = None if setup.teacher is None else SecondForward(setup.teacher, setup.config.padded_rows)
 
     def compiled(self, batch: int, length: int) -> Compiled:
         """Return the closed forms that hold for a batch and a length.
@@ -78,13 +83,12 @@ class FormsByRegime:
             )
         refuse_padded_tokens(self.setup, batch, length)
         length = self._own_length(length)
-        apart = (
-            length if self.setup.evaluates_apart or self.setup.generates else 0,
-            batch if self.setup.generates else 0,
-        )
+        by_size = self.setup.generates or self._second is not None
+        apart = (length if self.setup.evaluates_apart or by_size else 0, batch if by_size else 0)
         key = regime_of(self.own, self.setup, batch, length), *apart
         if key not in self._by_regime:
             forms = self._forms(key[0])
+            forms = self._with_second(forms, batch, length)
             instants = self._with_evaluation(forms, length) if self.setup.evaluates_apart else forms.candidates
             instants = (*instants, *self._generation(batch, length)) if self.setup.generates else instants
             candidates = tuple(dominant(instants))
@@ -113,11 +117,24 @@ class FormsByRegime:
         requested = Completions(batch * self.setup.generated_micro_batches, prompt, length)
         return generation_moments(self.model.spec, setup, requested, tapes)
 
+    def _with_second(self, forms: StepForms, batch: int, length: int) -> StepForms:
+        """Return forms with the moments of a second model's forward, of so many rows, in each place where it runs."""
+        if self._second is None:
+            return forms
+        beside = self._second.moments(batch, length)
+        several = (
+            [replace(one, operation=operation, form=one.form + form) for operation, form in beside]
+            if one.operation.startswith(PLACE)
+            else [one]
+            for one in forms.candidates
+        )
+        return replace(forms, candidates=tuple(chain.from_iterable(several)))
+
     def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
         """Return instants of which those of evaluation have its own rows, beside what is left of a micro-batch."""
         rows = self.setup.config.evaluation_batch_size
         assert rows is not None
-        own = self._forms(regime_of(self.own, self.setup, rows, length))
+        own = self._with_second(self._forms(regime_of(self.own, self.setup, rows, length)), rows, length)
         values = self.values(rows, length)
         evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
         fixed = [replace(one, form=fixed_form(one.form - own.left, values) + forms.left) for one in evaluated]
@@ -156,7 +173,8 @@ class FormsByRegime:
     def tapes(self, regime: Regime) -> tuple[StepInputs, ModelOnTape]:
         """Return what a step is made from within a regime, and the model on its tapes."""
         if regime not in self._on_tape:
-            self._on_tape[regime] = step_on_tape(self.own, self.setup, self.states, regime)
+            setup = self.setup if self._second is None else self._second.beside(self.setup)
+            self._on_tape[regime] = step_on_tape(self.own, setup, self.states, regime)
         return self._on_tape[regime]
 
     def saved_bytes(self, batch: int, length: int) -> int:
@@ -207,6 +225,35 @@ class FormsByRegime:
         scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
         table = spec.vocab_size, spec.hidden_size
         return quantities(batch, length, table, pieces, answer, ranks, images, rows, scanned, routed_to(spec))
+
+
+class SecondForward:
+    """The forward of a frozen model beside the one that is trained, for any batch and length.
+
+    Args:
+        padded_rows: Whether rows have padding, as the trained one's config says it.
+    """
+
+    def __init__(self, second: FrozenModel, padded_rows: bool | Literal["multiple"] | None) -> None:
+        self._second = running(second, padded_rows)
+        model = self._second.model
+        self._forms = FormsByRegime(model, model, self._second.setup, states_on_tape(second))
+        self._cached: tuple[tuple[int, int], ...] | None = None
+
+    def moments(self, batch: int, length: int) -> list[tuple[str, Form]]:
+        """Return its moments, each with what it is, of fixed sizes."""
+        return moments_alone(*self._tapes(batch, length), self._forms.values(batch, length))
+
+    def beside(self, setup: TrainingSetup) -> TrainingSetup:
+        """Return the setup of the trained model, which is told what the second one returns besides logits."""
+        if self._cached is None:
+            config = setup.config
+            self._cached = cached_sizes(self._tapes(config.micro_batch_size, config.sequence_length)[1])
+        assert setup.teacher is not None
+        return replace(setup, teacher=replace(setup.teacher, cached=self._cached))
+
+    def _tapes(self, batch: int, length: int) -> tuple[StepInputs, ModelOnTape]:
+        return self._forms.tapes(regime_of(self._second.model, self._second.setup, batch, length))
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:

@@ -54,6 +54,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what images pass through is not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
+    if plan.setup.teacher is not None:
+        return "what a teacher's forward has is not told as events"
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
     layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.own.spec.runs)

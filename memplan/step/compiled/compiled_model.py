@@ -23,10 +23,11 @@ from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
 from memplan.step.playing.section import SavedTensor
-from memplan.step.step_inputs import StepInputs, buffers, evaluated_rows
+from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
+from memplan.step.units.collated_rows import evaluated_rows
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from memplan.catalog.config_keys.method_keys import Divergence
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.catalog.training_config import ALL_TRAIN
@@ -48,6 +49,9 @@ class EndSettings:
     metrics: Metrics = "none"  # What a loss's metrics copy of whole logits
     pairs: PairKernel | None = None  # How a loss over pairs looks at whole logits, where it has no reference model
     compiled_loss: bool = False  # Whether torch compiles the loss by itself
+    # What distillation compares whole logits with a teacher's by, and what that returns besides (``FrozenModel.cached``).
+    divergence: Divergence | None = None
+    cached: tuple[tuple[int, int], ...] = ()
     chosen_nll: bool = False  # Whether the likelihood of chosen answers is a second loss
     # Whether a head of values beside the model's own alone is learnt from; and whether the other asks for gradients yet.
     value_head: bool = False
@@ -111,6 +115,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         answers=setup.answer_length > 0,
         metrics=setup.stack.loop.metrics,
         pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
+        divergence=setup.config.method.divergence,
+        cached=() if setup.teacher is None else setup.teacher.cached,
         chosen_nll=bool(setup.config.method.chosen_nll),
         value_head=setup.has_value_head,
         own_head_trains=setup.has_value_head and setup.config.adapter is None,

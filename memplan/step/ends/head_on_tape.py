@@ -17,6 +17,7 @@ from memplan.step.losses.cross_entropy import (
     cross_entropy_in_pieces,
     tiled_cross_entropy,
 )
+from memplan.step.losses.divergence_loss import whole_divergence
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import (
     log_probabilities,
@@ -42,6 +43,9 @@ MOST_ENDS = 128
 
 FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
+
+COMPARED = ("log-probabilities", "divergence", "logits")
+"""Losses that a trainer forms of whole logits when the model's forward has ended, and those logits alone."""
 
 IN_PIECES = ("fp32-pieces", "fp32-stretches")
 """Losses of LitGPT, whose loops let go of the last logits when they have new ones."""
@@ -116,11 +120,11 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
             retained = model_loss(builder, logits)
         elif settings.block.code.returns_logits:
             logits = builder.cast(logits, 4)
-        elif settings.loss not in ("fp32-pieces", "log-probabilities") and not settings.loss_behind:
+        elif settings.loss not in ("fp32-pieces", *COMPARED) and not settings.loss_behind:
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
     if settings.loss == "weighted-tokens":
         loss = weighted_cross_entropy(builder, logits, retained)
-    elif settings.loss == "log-probabilities":
+    elif settings.loss in COMPARED:
         loss = _compared(builder, settings, logits)
     elif settings.block.code.returns_logits:
         builder.tape.ends(entry)
@@ -154,18 +158,22 @@ def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool =
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits, 1))  # the loop counts them
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
-        if settings.loss != "log-probabilities" and loss_inside:
+        if settings.loss not in COMPARED and loss_inside:
             return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
-    if settings.loss != "log-probabilities":
+    if settings.loss not in COMPARED:
         builder.tape.ends(entry)
         return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
     return Section(builder.tape, entry, _compared(builder, settings, logits))
 
 
 def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
-    """Record a loss over log-probabilities of whole logits, which the loop has a name for in fp32; return it."""
+    """Record a loss that compares whole logits, which the loop has a name for in fp32; return it, or logits that another model's are compared with."""
     builder.tape.leaves_region()
-    wide = builder.cast(logits, 4)
+    wide = builder.cast(logits, 4) if settings.loss == "log-probabilities" or settings.block.autocast else logits
+    if settings.loss == "logits":
+        return wide
+    if settings.divergence is not None:
+        return whole_divergence(builder, wide, settings.divergence, settings.cached)
     if settings.pairs is not None:
         return pair_log_probabilities(builder, wide, settings.pairs, nll=settings.chosen_nll)
     with builder.tape.alive(*(() if settings.answers else (wide,))):

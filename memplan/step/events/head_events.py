@@ -10,10 +10,11 @@ from memplan.step.events.event_stream import EventStream, Libraries, PlayedSecti
 from memplan.step.head_instants import AGAIN
 from memplan.step.no_grad_instants import ENTROPY_BYTES
 from memplan.step.playing.section_events import section_events
-from memplan.step.step_inputs import MASK_BYTES, StepInputs
+from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode
+from memplan.step.units.collated_rows import MASK_BYTES
 from memplan.units import ceil_div
 
 LOSS_BYTES = 4

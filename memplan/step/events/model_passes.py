@@ -21,10 +21,11 @@ from memplan.step.no_grad_instants import evaluated_model, names_embedded, refer
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
 from memplan.step.states.parallel_shards import numbered
-from memplan.step.step_inputs import StepInputs, evaluated_rows
+from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode, Weight
+from memplan.step.units.collated_rows import evaluated_rows
 from memplan.training.rules.method_rules import REFERRED
 from memplan.units import MIB
 

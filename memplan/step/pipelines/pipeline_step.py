@@ -27,10 +27,11 @@ from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
 from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
-from memplan.step.step_inputs import LABEL_BYTES, buffers
+from memplan.step.step_inputs import buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
+from memplan.step.units.collated_rows import LABEL_BYTES
 from memplan.training.resolved import TrainingSetup
 
 ATTENTION = ("attention", "linear self_attn", "norm input_layernorm")

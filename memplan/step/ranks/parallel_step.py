@@ -47,10 +47,11 @@ from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, na
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
 from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
-from memplan.step.step_inputs import buffers, evaluated_rows, own_rows
+from memplan.step.step_inputs import buffers, own_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played
 from memplan.step.tapes.taped_operations import Mode
+from memplan.step.units.collated_rows import evaluated_rows
 from memplan.training.resolved import TrainingSetup
 
 LOG_BYTES = 4

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +24,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.training.resolved import TrainingSetup
+from memplan.training.second_models import as_it_runs
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]
 """What transformers calls the ways in which attention can run."""
@@ -66,11 +67,21 @@ class StackInputs:
     details: StackDetails = StackDetails()  # What the setup does not say
     device: str = "meta"  # What it runs on: ``meta`` in a trace, else a device on which it really trains
     card_bytes: int = 0  # Memory of the card, by which some code chooses; 0 where nothing says which card it is
+    teacher_keys: Mapping[str, Any] | None = None  # Those of the teacher's ``config.json``, where there is one
 
     @property
     def is_traced(self) -> bool:
         """Whether tensors have no memory."""
         return self.device == "meta"
+
+    @property
+    def of_teacher(self) -> StackInputs:
+        """The same for the teacher, which is loaded as any model is."""
+        second = self.setup.teacher
+        assert second is not None
+        assert self.teacher_keys is not None
+        setup = as_it_runs(second.setup)
+        return replace(self, model=second.model, keys=self.teacher_keys, setup=setup, details=details_of(setup))
 
 
 class StackProgram(Protocol):

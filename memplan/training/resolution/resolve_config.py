@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import SecondModel
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.hardware.hardware_tables import hardware_tables
@@ -15,6 +16,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Allocator, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ROLES, Role
+from memplan.model.model import Model
 from memplan.training.learning import recipe_of, with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import (
@@ -42,18 +44,27 @@ from memplan.training.rules.stack_rules import (
     unmodelled,
     with_adapters,
 )
+from memplan.training.second_models import TEACHER, FrozenModel, second_config, with_cache, without_dropout
+from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import parse_bytes
 
 Where = Callable[[Path], str]
 
 
-def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | None = None) -> TrainingSetup:
+def resolve(
+    config: TrainingConfig,
+    catalog: Catalog,
+    name: str,
+    where: Where | None = None,
+    beside: Mapping[str, Model] | None = None,
+) -> TrainingSetup:
     """Return the setup that a config describes.
 
     Args:
         config: Read from a file, with overrides applied.
         name: What messages call the config.
         where: Turns a path of keys into ``file:line: key`` for messages.
+        beside: Models of their own that the config names, as they were looked up: its ``teacher``.
 
     Raises:
         InvalidFileError: Every unknown name, impossible number and contradiction at once.
@@ -79,7 +90,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         used, whole = {key: catalog.optimizers[key] for key in optimizer_names.values()}, _whole(known_formats, catalog)
         _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
-    return TrainingSetup(
+    setup = TrainingSetup(
         name=name,
         config=with_learning(config, recipe, catalog, name),
         stack=stack,
@@ -97,6 +108,23 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
+    given = config.method.teacher
+    return setup if given is None else replace(setup, teacher=_frozen(config, given, TEACHER, catalog, beside or {}))
+
+
+def _frozen(
+    config: TrainingConfig, given: SecondModel, role: str, catalog: Catalog, beside: Mapping[str, Model]
+) -> FrozenModel:
+    """Return a frozen model that a config names beside the one that it trains.
+
+    Raises:
+        CannotAnswerError: Nobody has looked it up, or it does not run so.
+    """
+    if role not in beside:
+        raise CannotAnswerError(f"method.{role}.model: {given.model} was not looked up")
+    setup = with_cache(resolve(second_config(config, given), catalog, f"method.{role}"))
+    model = built_by(beside[role], setup)
+    return FrozenModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))
 
 
 def _whole(formats: Mapping[Role, str], catalog: Catalog) -> set[str]:

@@ -22,6 +22,8 @@ UNREFERRED = frozenset(("orpo", "cpo", "simpo"))
 """Stages whose loss compares log-probabilities of whole logits with each other, and with no reference model's."""
 GENERATING = frozenset(("grpo",))
 """Stages that learn from completions which the model generates, and may stay near a reference model."""
+DISTILLED = frozenset(("distillation",))
+"""Stages that learn from a teacher: a frozen model of its own."""
 
 MOST_LABELS = 2**20
 """No head has more classes; a larger number is a slip."""
@@ -40,6 +42,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, chosen_nll=True)
     if method.stage in GENERATING and method.rollout is None:
         method = replace(method, rollout=Rollout())
+    if method.stage in DISTILLED and method.divergence is None:
+        method = replace(method, divergence="jsd")  # ``beta`` is 0.5 (trl/experimental/gkd/gkd_config.py, 1.16.0)
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
     if method.reference_model is not None:
@@ -50,6 +54,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
     """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
+    if config.method.stage in DISTILLED:
+        return replace(profile, loss="divergence")
     return replace(profile, loss="log-probabilities") if _compares_whole(config, stack) else profile
 
 
@@ -117,6 +123,9 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         yield path, f"{method.stage} has no reference model; leave it out"
     if method.rollout is not None:
         yield from _rollout_problems(config, method.rollout)
+    yield from _teacher_problems(method)
+    if config.kernels.loss == "divergence" and method.stage not in DISTILLED:
+        yield ("kernels", "loss"), "divergence from a teacher's logits is the loss of distillation; leave it out"
     if method.labels is not None and method.stage != "classification":
         yield ("method", "labels"), f"{method.stage} has no classes; leave it out"
     else:
@@ -134,6 +143,16 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
             ("micro_batch_size",),
             "kto compares answers of one micro-batch with each other, of which it takes at least 2",
         )
+
+
+def _teacher_problems(method: Method) -> Iterator[tuple[Path, str]]:
+    """Yield what a config says of a teacher that cannot be."""
+    distils = method.stage in DISTILLED
+    if distils and (method.teacher is None or not method.teacher.model):
+        yield ("method", "teacher"), f"{method.stage} learns from a teacher; name one: method.teacher.model"
+    for key in () if distils else ("teacher", "divergence"):
+        if getattr(method, key) is not None:
+            yield ("method", key), f"{method.stage} has no teacher; leave it out"
 
 
 def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
@@ -202,6 +221,9 @@ def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog)
     if stage not in stack.stages:
         planned = f"planned of it are {', '.join(stack.stages)}{_another_way(stage, stack, catalog)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}"
+    elif stage in DISTILLED and config.kernels.loss not in (None, "divergence"):
+        text = f"{config.kernels.loss} is not what {stack.label} compares a student with its teacher by; leave it out"
+        yield ("kernels", "loss"), text
     elif _compares_whole(config, stack) and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""

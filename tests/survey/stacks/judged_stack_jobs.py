@@ -77,7 +77,8 @@ def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
     model, setup = stack_setup(job, catalog)
     card_bytes = catalog.gpus[GPU].cuda_total_bytes
     details = replace(details_of(setup), rank=job.rank)
-    return StackInputs(model, _keys(job.job.model), setup, job.card, details, card_bytes=card_bytes)
+    keys = None if job.job.teacher is None else _keys(job.job.teacher)
+    return StackInputs(model, _keys(job.job.model), setup, job.card, details, card_bytes=card_bytes, teacher_keys=keys)
 
 
 def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trace:

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.training.rules.method_rules import GENERATING, REFERRED
+from memplan.training.rules.method_rules import DISTILLED, GENERATING, REFERRED
 from tests.survey.drawn_jobs import Job
 from tests.survey.drawn_models import IMAGE_FAMILIES, image_model
 from tests.survey.stacks.drawn_stack_jobs import CARDS, LLAMA_LIKE, StackJob
@@ -31,6 +31,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
         training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
     if stage in GENERATING:
         training["method"] |= _rollout(rng, training, own)
+    if stage in DISTILLED:
+        training["method"] |= _teacher(rng, job.job.model, str(training["compute_dtype"]))
     if stage in ("cpo", "simpo") and rng.random() < 0.4:
         training["method"]["chosen_nll"] = False
     if stage == "classification":
@@ -38,6 +40,36 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))
+
+
+TEACHERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "olmo2", "qwen3_moe", "granite")
+"""Families of teachers."""
+
+
+def _teacher(rng: Random, student: Mapping[str, Any], compute: str) -> dict[str, Any]:
+    """Return a teacher of a student's vocabulary, of a family and of sizes that are drawn."""
+    family, heads, width = rng.choice(TEACHERS), rng.choice((2, 4, 6)), rng.choice((16, 32, 64))
+    model: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": heads * width,
+        "num_hidden_layers": rng.choice((1, 2, 3, 5)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice((1, 2, heads)),
+        "intermediate_size": rng.choice((40, 96, 256, 512)),
+        "vocab_size": student.get("text_config", student)["vocab_size"],
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    if family in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
+        model["head_dim"] = width
+    if family == "qwen3_moe":
+        model |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model |= {"decoder_sparse_step": 1}
+    dtype = rng.choice((compute, compute, "fp32"))
+    teacher: dict[str, Any] = {"model": model, "dtype": dtype}
+    if rng.random() < 0.3:
+        teacher["weights"] = rng.choice(("nf4", "nf4-dq"))
+    return {"teacher": teacher, "divergence": rng.choice(("jsd", "jsd", "forward-kl", "reverse-kl"))}
 
 
 def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:

@@ -52,10 +52,14 @@ PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
 """Stage -> what the trainer and its arguments in ``trl.experimental`` are named by."""
 
 
+TAUGHT = {"distillation": "GKD"}
+"""The same of stages that learn from a teacher."""
+
+
 def trainer_of(stage: str) -> tuple[Any, Any]:
     """Return a stage's trainer, and that one's arguments."""
-    name = {**TRAINERS, **PAIRS}[stage]
-    module = import_module(f"trl.experimental.{name.lower()}") if stage in PAIRS else trl
+    name = {**TRAINERS, **PAIRS, **TAUGHT}[stage]
+    module = trl if stage in TRAINERS else import_module(f"trl.experimental.{name.lower()}")
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
 
@@ -85,6 +89,8 @@ def run_on(
         beside = {"ref_model": load(inputs).eval()} if reference == "resident" and stage in REFERRED else {}
         if stage in GENERATING:
             beside = {"reward_funcs": len}
+        if stage in TAUGHT:
+            beside = {"teacher_model": load(inputs.of_teacher).eval()}
         arguments: Any = arguments_class(**keywords, **_stage_arguments(inputs.setup, arguments_class))
         with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card(), _prepared_later(inputs.setup):
             trainer: Any = trainer_class(
@@ -138,6 +144,8 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
     if method.stage == "sft":
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
         more |= {"packing": True} if setup.config.joined_rows else {}
+    if method.stage in TAUGHT:
+        more |= {"beta": BETAS[str(method.divergence)], "lmbda": 0.0}
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
     if setup.config.offload.activations != "none":
@@ -145,6 +153,10 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
     if method.balances is False:
         more["router_aux_loss_coef"] = 0.0
     return more
+
+
+BETAS = {"forward-kl": 0.0, "jsd": 0.5, "reverse-kl": 1.0}
+"""What distillation compares by -> ``beta``."""
 
 
 @contextmanager
@@ -188,6 +200,8 @@ def _rows(inputs: StackInputs) -> Any:
         columns = {"prompt": ["-"] * count}
     elif stage in PAIRS:
         return _pairs(row, prompt)
+    elif stage in TAUGHT:
+        columns = {"prompt": ["-"] * count, "input_ids": row, "completion_mask": [[0] + [1] * (length - 1)] * count}
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}

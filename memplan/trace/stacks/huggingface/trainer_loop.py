@@ -268,11 +268,16 @@ class _Instants(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
         watch(objects["model"], self.recorder, gradients=not self.trainer.is_deepspeed_enabled)
-        if (reference := getattr(self.trainer, "ref_model", None)) is not None:
-            mark_weights(reference, self.recorder)
+        for second in self._second_models():
+            mark_weights(second, self.recorder)
         if self.trainer.is_deepspeed_enabled:
             record_engine(self.trainer, self.recorder)
         self._hear_steps(_innermost(objects["optimizer"]), objects["model"])
+
+    def _second_models(self) -> list[Any]:
+        """Return the models of its own that the trainer has beside the one that it trains."""
+        named = (getattr(self.trainer, name, None) for name in ("ref_model", "teacher_model"))
+        return [model for model in named if model is not None]
 
     def _hear_steps(self, optimizer: Any, model: Any) -> None:
         """Have an optimizer tell of its steps where Trainer does not yet: before they begin up to 4.44, when they are done up to 4.41."""
@@ -310,5 +315,5 @@ class _Instants(transformers.TrainerCallback):
         del args, state, control
         watch_states(_innermost(objects["optimizer"]), self.recorder)
         mark_weights(objects["model"], self.recorder)
-        if (reference := getattr(self.trainer, "ref_model", None)) is not None:
-            mark_weights(reference, self.recorder)  # what its own engine of DeepSpeed has gathered for good since
+        for second in self._second_models():
+            mark_weights(second, self.recorder)  # what its own engine of DeepSpeed has gathered for good since

@@ -1,0 +1,1 @@
+"""What frozen models beside the one that is trained have alive."""

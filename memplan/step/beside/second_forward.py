@@ -1,0 +1,98 @@
+"""The forward of a frozen model of its own beside what the trained one has left: a teacher's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from memplan.catalog.entries import Gpu
+from memplan.model.model import Model
+from memplan.step.ends.head_on_tape import head_on_tape
+from memplan.step.kernels.card_support import on_card
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import PLACE, forward_alone, forward_arguments
+from memplan.step.states.model_states import ModelStates
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import ZERO, Form, fixed_form, single_form
+from memplan.step.tapes.moments import Instant
+from memplan.step.tensors.tensor_states import tensor_states
+from memplan.training.adapters import libraries_inventory
+from memplan.training.resolved import TrainingSetup
+from memplan.training.second_models import TEACHER, FrozenModel, as_it_runs
+
+
+def frozen_states(second: FrozenModel) -> ModelStates:
+    """Return what a second model keeps: its weights, none of which trains."""
+    inventory = libraries_inventory(second.model.inventory, second.setup)
+    tensors = tuple([tensor_states(second.setup, tensor, frozen=True) for tensor in inventory])
+    size = sum(entry.weight_bytes * entry.tensor.count for entry in tensors)
+    return ModelStates(tensors, size, 0, 0, 0, 0, 0)
+
+
+def with_frozen_states(states: ModelStates, second: FrozenModel | None) -> ModelStates:
+    """Return states of a model with those of a second one beside it, of which no tape of the first has any."""
+    if second is None:
+        return states
+    own = frozen_states(second)
+    named = (replace(e.tensor, name=f"{TEACHER}.{e.tensor.name}", frozen=True, used=False) for e in own.tensors)
+    beside = (replace(entry, tensor=tensor) for entry, tensor in zip(own.tensors, named, strict=True))
+    tensors = (*states.tensors, *beside)
+    return replace(states, tensors=tensors, weight_bytes=states.weight_bytes + own.weight_bytes)
+
+
+def states_on_tape(second: FrozenModel) -> ModelStates:
+    """Return a second model's states as autocast sees them: floats that ask for a gradient, whose copies it keeps to its end.
+
+    Source:
+        ``cached_cast`` in aten/src/ATen/autocast_mode.cpp (v2.13.0); trainers of TRL freeze no parameter of a teacher (1.16.0).
+    """
+    states = frozen_states(second)
+    return replace(states, tensors=tuple([replace(e, trainable=not e.quantized) for e in states.tensors]))
+
+
+def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moment between a model's forward and its loss at which a second model runs.
+
+    Args:
+        around: What is there then but what the end of the model has left.
+    """
+    if inputs.setup.teacher is None:
+        return
+    entry = taped.head.section.entry
+    settings = replace(taped.settings, loss="logits")
+    head = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section.played("first")
+    yield Instant("forward", PLACE, around + head.saved)
+
+
+def cached_sizes(taped: ModelOnTape) -> tuple[tuple[int, int], ...]:
+    """Return what a second model's layers return beside its logits: quantities, and the bytes for each unit of them."""
+    counts = taped.counts()
+    parts = [(kind, storage) for kind, section in enumerate(taped.layers) for storage in section.tape.cached]
+    forms = (single_form(*taped.layers[kind].tape.storages[storage]) * counts[kind] for kind, storage in parts)
+    whole = sum(forms, ZERO)
+    return tuple([(place, size) for place, size in enumerate(whole.totals()) if size])
+
+
+def moments_alone(inputs: StepInputs, taped: ModelOnTape, values: Sequence[int]) -> list[tuple[str, Form]]:
+    """Return the moments of a second model's forward, with fixed sizes."""
+    moments = forward_alone(inputs, taped, ZERO, "forward", forward_arguments(inputs))
+    return [(f"{TEACHER}: {moment.operation}", fixed_form(moment.form, values)) for moment in moments]
+
+
+def running(second: FrozenModel, padded_rows: bool | Literal["multiple"] | None) -> FrozenModel:
+    """Return a second model as it runs on the rows of the first."""
+    setup = as_it_runs(second.setup)
+    config = replace(setup.config, padded_rows=padded_rows)
+    return replace(second, setup=replace(setup, config=config))
+
+
+def all_on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
+    """Return a setup as it runs on a card, with a second model's.
+
+    Raises:
+        CannotAnswerError: The card cannot do something that one of them needs.
+    """
+    setup, second = on_card(setup, model, gpu), setup.teacher
+    if second is None:
+        return setup
+    own = on_card(second.setup, second.model, gpu)
+    return setup if own is second.setup else replace(setup, teacher=replace(second, setup=own))

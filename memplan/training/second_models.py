@@ -1,0 +1,85 @@
+"""Frozen models of their own beside the one that is trained: what a teacher is, and the config that its forward runs by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memplan.catalog.config_keys.method_keys import Images, Method, SecondModel
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLayers, Gradients, Offload, TrainingConfig
+from memplan.documents.frozen_values import dataclass
+from memplan.model.model import Model
+from memplan.training.resolved import TrainingSetup
+
+TEACHER = "teacher"
+"""What a teacher is called among the models beside the one that is trained, and what names of its tensors begin with."""
+
+DEFAULT_DTYPE = "bf16"
+"""Of weights as most checkpoints have them, which loading takes over where nothing is asked for: ``dtype`` is then ``auto``
+(``from_pretrained`` in transformers/modeling_utils.py, 5.24.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A frozen model beside the one that is trained, which runs forward alone."""
+
+    given: Model  # As it was looked up
+    model: Model  # As the stack builds it
+    setup: TrainingSetup  # How it runs
+    # What its forward returns beside logits: quantities, by number, and the bytes for each unit of them.
+    cached: tuple[tuple[int, int], ...] = ()
+
+
+def second_config(config: TrainingConfig, given: SecondModel) -> TrainingConfig:
+    """Return the config by which a second model is loaded, frozen, beside the one that ``config`` trains.
+
+    Its kernels are the stack's own: what a config says of kernels, and Liger's, are of the model that is trained.
+    """
+    dtype = given.dtype or DEFAULT_DTYPE
+    weights = {"default": dtype} | ({"hidden_matrix": given.weights} if given.weights is not None else {})
+    return replace(
+        config,
+        weights=weights,
+        master_weights="none",
+        gradients=Gradients(),
+        optimizer={},
+        gradient_accumulation_steps=1,
+        activation_checkpointing="none",
+        checkpointed_layers=CheckpointedLayers(),
+        reentrant_checkpointing=None,
+        kernels=Kernels(),
+        outputs_until=None,
+        method=Method(),
+        images=Images(),
+        adapter=Adapter(dtype="fp32"),  # beside which weights are frozen
+        freeze=ALL_TRAIN,
+        parallel=Parallel(),
+        offload=Offload(),
+        dropout=None,
+        weight_average="none",
+        evaluation=False,
+        evaluation_batch_size=None,
+        save_checkpoint=False,
+        compile="none",
+    )
+
+
+def as_it_runs(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of a second model as tapes have it: without the adapters that stand for its being frozen, and without a loss."""
+    profile = replace(setup.profile, loss="logits")
+    return replace(setup, config=replace(setup.config, adapter=None), profile=profile)
+
+
+def without_dropout(model: Model) -> Model:
+    """Return a model as it is evaluated."""
+    return replace(model, spec=replace(model.spec, dropout=0.0, attention_dropout=0.0))
+
+
+def with_cache(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of a second model that is called as it was loaded, and so returns keys and values as copies.
+
+    Source:
+        ``compute_loss`` in trl/experimental/gkd/gkd_trainer.py (1.16.0); ``DynamicLayer.update`` in transformers/cache_utils.py (5.24.0).
+    """
+    return replace(setup, stack=replace(setup.stack, loop=replace(setup.stack.loop, cache="copies", balances=False)))
