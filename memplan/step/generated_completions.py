@@ -80,6 +80,10 @@ def generation_moments(
     """
     rows, prompt, last = requested.rows, requested.prompt, requested.length - 1
     by_layer = [2 * run.layer.attention.key_value_size for run in spec.runs for _ in range(run.count)]  # type: ignore[union-attr]
+    if not setup.caches_generated:
+        yield from _forward(tapes, (rows, last), 0, 0, 4 * last)
+        yield from _chosen(spec, setup, rows, _activations(ID_BYTES * rows * (2 * last + 2)))
+        return
     token = rows * max(setup.compute_bytes, setup.residual_bytes)  # keys are as wide as the tables that turn them
     yield from _forward(
         tapes, (rows, prompt), token * sum(by_layer) * prompt, token * by_layer[-1] * prompt, 4 * prompt
@@ -88,9 +92,14 @@ def generation_moments(
     if last > prompt:
         old = token * by_layer[-1] // 2 * (last - 1)  # values of one layer, beside those with one more token
         yield from _forward(tapes, (rows, 1), cached, -old, ids)
+    yield from _chosen(spec, setup, rows, _activations(cached + ID_BYTES * rows * (ids + 2)))
+
+
+def _chosen(spec: ModelSpec, setup: TrainingSetup, rows: int, beside: Form) -> Iterator[Instant]:
+    """Yield the choice of each row's next token."""
     returned = 4 if setup.autocast else setup.compute_bytes
     chosen = constant_form(Part.LOGITS, rows * spec.vocab_size * (returned + 4 * FORMED_AGAIN))
-    yield Instant(GENERATION, "choice of a token", chosen + _activations(cached + ID_BYTES * rows * (ids + 2)))
+    yield Instant(GENERATION, "choice of a token", chosen + beside)
 
 
 def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: int) -> Iterator[Instant]:

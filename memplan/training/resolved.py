@@ -16,7 +16,7 @@ from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import steps_beside
-from memplan.training.rules.method_rules import REFERRED, UNREFERRED
+from memplan.training.rules.method_rules import DISTILLED, REFERRED, UNREFERRED
 from memplan.training.rules.stack_defaults import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 
@@ -146,6 +146,21 @@ class TrainingSetup:
         return self.config.method.rollout is not None and self.rollout.engine == "transformers"
 
     @property
+    def generates_within(self) -> bool:
+        """Whether each of several micro-steps generates its own rows, beside gradients of those before."""
+        within = self.config.method.stage in DISTILLED and self.profile.loss == "divergence"
+        return within and self.config.gradient_accumulation_steps > 1
+
+    @property
+    def caches_generated(self) -> bool:
+        """Whether what generates has a cache of keys and values, which GKD has not beside checkpointing.
+
+        Source:
+            ``use_cache`` among ``generation_kwargs`` in trl/experimental/gkd/gkd_trainer.py (1.16.0).
+        """
+        return self.profile.loss != "divergence" or not self.asks_for_checkpointing
+
+    @property
     def evaluates_apart(self) -> bool:
         """Whether the job evaluates another number of rows than it trains on."""
         return self.config.evaluation and self.config.evaluation_batch_size is not None
@@ -162,6 +177,11 @@ class TrainingSetup:
     @property
     def answer_length(self) -> int:
         """Tokens of each row that have a label; 0 for all that have a token before them."""
+        return 0 if self.profile.loss == "divergence" else self.completion_length
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens of each row that are generated; 0 where nothing is."""
         return 0 if self.config.method.rollout is None else self.rollout.completion_length
 
     @property
@@ -221,7 +241,7 @@ class TrainingSetup:
     @property
     def disables_dropout(self) -> bool:
         """Whether the trainer switches off the model's dropout (``disable_dropout`` in trl/trainer/dpo_config.py and others, 1.16.0)."""
-        return self.config.method.stage in REFERRED | UNREFERRED | {"reward"} and not self.has_value_head
+        return self.config.method.stage in REFERRED | UNREFERRED | DISTILLED | {"reward"} and not self.has_value_head
 
     @property
     def trains_codes(self) -> bool:

@@ -17,6 +17,7 @@ from memplan.documents.loading import Document, load_document, parse_document, w
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
 from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, printable
+from memplan.library.lookup.model_lookup import models_beside
 from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_document
 from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
@@ -81,15 +82,16 @@ def find_setup(
         changes["weights"] = {
             role: name if role in fixed else own.get(name, name) for role, name in config.weights.items()
         }
-    shown = name if document is None else document.name
+    title = name if document is None else document.name
 
     def where(path: KeyPath) -> str:
         is_set = any(one[: len(path)] == path[: len(one)] for one in given)
         if is_set or path[0] in changes or document is None:
-            return f"--set {'.'.join(path)}" if is_set else f"{shown}: {'.'.join(path)}"
+            return f"--set {'.'.join(path)}" if is_set else f"{title}: {'.'.join(path)}"
         return document.where(path)
 
-    setup = resolve(replace(config, **changes), catalog, name if name != "-" else "stdin", where)
+    shown = name if name != "-" else "stdin"
+    setup = resolve(replace(config, **changes), catalog, shown, where, models_beside(config.method, catalog))
     if is_trainer_file(name) and ("padded_rows",) not in given:
         setup = _padded_if_planned(setup)
     return replace(setup, changed=True) if overrides.settings else setup

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Method
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file, is_folder, read_text
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError
@@ -18,6 +19,7 @@ from memplan.model.families import model_spec, with_towers
 from memplan.model.model import Model
 from memplan.model.readers import read_model
 from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.training.second_models import TEACHER
 
 KEYS = {
     "layers": "num_hidden_layers",
@@ -84,6 +86,16 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
     refuse_no_model(text)
     return named_model(resolve_model_name(text, catalog), catalog)
+
+
+def models_beside(method: Method, catalog: Catalog) -> Mapping[str, Model]:
+    """Return the models of their own that a method names beside the one that is trained, by what they are.
+
+    Raises:
+        MemplanError: No model has the name, or its file cannot be read.
+    """
+    given = method.teacher
+    return {} if given is None or not given.model else {TEACHER: find_model(given.model, Shapes(), catalog)}
 
 
 def built_for(model: Model, positions: int) -> Model:

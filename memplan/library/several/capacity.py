@@ -336,7 +336,7 @@ def _ways(inputs: JobInputs, model: Model, count: int) -> list[TrainingSetup]:
 
     requested = LayoutSpace(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
     rest = (config for config in layouts(setup.config, setup.stack, requested) if config.parallel.tensor > 1)
-    return [setup, *(resolve(config, inputs.catalog, setup.name) for config in rest)]
+    return [setup, *(resolve(config, inputs.catalog, setup.name, beside=setup.beside) for config in rest)]
 
 
 # ------------------------------------------------------------------ batch and sequence length

@@ -177,7 +177,8 @@ def _shards_codes(model: Model, setup: TrainingSetup, inputs: JobInputs) -> bool
         return False
     parallel = replace(setup.config.parallel, data=inputs.gpus, zero_stage=3, engine="fsdp1")
     with suppress(MemplanError):
-        return bool(CompiledPlan(model, resolve(replace(setup.config, parallel=parallel), inputs.catalog, setup.name)))
+        config = replace(setup.config, parallel=parallel)
+        return bool(CompiledPlan(model, resolve(config, inputs.catalog, setup.name, beside=setup.beside)))
     return False
 
 

@@ -29,7 +29,7 @@ from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Form, Pieces, fixed_form, quantities
+from memplan.step.tapes.linear_forms import Coefficients, Form, Part, Pieces, constant_form, fixed_form, quantities
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
@@ -74,8 +74,8 @@ class FormsByRegime:
             InvalidFileError: Generated completions leave no room for a prompt, or images for text.
             CannotAnswerError: A compiler may pad so many tokens.
         """
-        if length <= self.setup.answer_length:
-            told = f"completions of {self.setup.answer_length} tokens leave no prompt; see method.rollout.completion_length"
+        if length <= self.setup.completion_length:
+            told = f"completions of {self.setup.completion_length} tokens leave no prompt; see method.rollout.completion_length"
             raise InvalidFileError([f"sequence_length: {length}: {told}"])
         if 0 < length <= (seen := image_sizes(self.own.spec, self.setup)[1]):
             raise InvalidFileError(
@@ -113,9 +113,13 @@ class FormsByRegime:
             regime = regime_of(self.model, setup, rows, tokens)
             return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
 
-        prompt = max(1, length - self.setup.answer_length)
+        prompt = max(1, length - self.setup.completion_length)
         requested = Completions(batch * self.setup.generated_micro_batches, prompt, length)
-        return generation_moments(self.model.spec, setup, requested, tapes)
+        # between micro-steps, too, where a step generates the rows of each by itself
+        formed = self.states.gradient_bytes if self.setup.generates_within else 0
+        beside = constant_form(Part.GRADIENTS, formed)
+        for moment in generation_moments(self.model.spec, setup, requested, tapes):
+            yield moment.around(beside)
 
     def _with_second(self, forms: StepForms, batch: int, length: int) -> StepForms:
         """Return forms with the moments of a second model's forward, of so many rows, in each place where it runs."""

@@ -147,9 +147,10 @@ class Trial:
 
     def plan_with(self, change: Change) -> MemoryPlan | None:
         """Return the plan with a change made, or None where the config does not allow it."""
+        own = self.plan.setup
         try:
-            setup = resolve(change.apply(self.config), self.catalog, self.plan.setup.name)
-            setup = replace(setup, untied_ends=self.plan.setup.untied_ends)  # of the model, which is built already
+            setup = resolve(change.apply(self.config), self.catalog, own.name, beside=own.beside)
+            setup = replace(setup, untied_ends=own.untied_ends)  # of the model, which is built already
             return CompiledPlan(self.plan.model, setup).evaluate(self.plan.device)
         except MemplanError:
             return None

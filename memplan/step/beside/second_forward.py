@@ -10,22 +10,17 @@ from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.card_support import on_card
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import PLACE, forward_alone, forward_arguments
-from memplan.step.states.model_states import ModelStates
+from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, fixed_form, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tensors.tensor_states import tensor_states
-from memplan.training.adapters import libraries_inventory
 from memplan.training.resolved import TrainingSetup
 from memplan.training.second_models import TEACHER, FrozenModel, as_it_runs
 
 
 def frozen_states(second: FrozenModel) -> ModelStates:
     """Return what a second model keeps: its weights, none of which trains."""
-    inventory = libraries_inventory(second.model.inventory, second.setup)
-    tensors = tuple([tensor_states(second.setup, tensor, frozen=True) for tensor in inventory])
-    size = sum(entry.weight_bytes * entry.tensor.count for entry in tensors)
-    return ModelStates(tensors, size, 0, 0, 0, 0, 0)
+    return model_states(second.setup, second.model.inventory, ())
 
 
 def with_frozen_states(states: ModelStates, second: FrozenModel | None) -> ModelStates:

@@ -16,7 +16,16 @@ BYTE_OFFSETS_BYTES = 2 * 8
 trl/experimental/utils.py, 1.16.0)."""
 
 PROMPT_BYTES = 2 * 8
-"""Of a token of a prompt: its number and mask, which that collator has by themselves; a row is taken to have one such token."""
+"""Of a token of a prompt: its number and mask, which that collator has by themselves."""
+
+
+def prompt_rows(setup: TrainingSetup, micro_steps: int) -> Form:
+    """Return prompts by themselves, which rows that a teacher judges come with: of one token, where nothing is generated from them."""
+    if setup.teacher is None:
+        return ZERO
+    size, answer = PROMPT_BYTES * micro_steps, setup.completion_length
+    one = single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, size)
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, size) - one * answer if answer else one
 
 
 def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:

@@ -44,6 +44,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, rollout=Rollout())
     if method.stage in DISTILLED and method.divergence is None:
         method = replace(method, divergence="jsd")  # ``beta`` is 0.5 (trl/experimental/gkd/gkd_config.py, 1.16.0)
+    if method.stage in DISTILLED and method.rollout is not None:
+        method = replace(method, rollout=replace(method.rollout, micro_batches=1))  # ``training_step`` there
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
     if method.reference_model is not None:
@@ -158,7 +160,7 @@ def _teacher_problems(method: Method) -> Iterator[tuple[Path, str]]:
 def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
     """Yield what a config says of generated completions that cannot be."""
     path, stage = ("method", "rollout"), config.method.stage
-    if stage not in GENERATING:
+    if stage not in GENERATING | DISTILLED:
         yield path, f"{stage} generates nothing; leave it out"
     if config.method.reference_model == "precomputed":
         yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
@@ -168,7 +170,7 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
     micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
-    if config.micro_batch_size * micro_batches * config.parallel.data < 2:
+    if stage in GENERATING and config.micro_batch_size * micro_batches * config.parallel.data < 2:
         yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
 
 
@@ -257,7 +259,12 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     """Yield generation, evaluation and sharing as a method's loop does not run them, or not as it is modelled."""
     stage, whole = config.method.stage, _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
-    if whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
+    if stage in DISTILLED and config.method.rollout is not None and config.method.rollout.engine != "transformers":
+        yield (
+            ("method", "rollout", "engine"),
+            f"{stage} as {stack.label} runs it generates by the model itself; use transformers",
+        )
+    elif whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
         text = f"generation by the model itself is not modelled for {stack.label}; use vllm or server, or --stack trl"
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:

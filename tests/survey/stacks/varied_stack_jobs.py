@@ -32,6 +32,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     if stage in GENERATING:
         training["method"] |= _rollout(rng, training, own)
     if stage in DISTILLED:
+        if rng.random() < GENERATED_SHARE / 2:
+            training["method"]["rollout"] = {"completion_length": rng.choice((2, 6, 20))}
         training["method"] |= _teacher(rng, job.job.model, str(training["compute_dtype"]))
     if stage in ("cpo", "simpo") and rng.random() < 0.4:
         training["method"]["chosen_nll"] = False

@@ -57,13 +57,19 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
     trainer._generate_and_score_completions = _between(own, recorder)
 
 
+def generating_within(trainer: Any, recorder: Recorder) -> None:
+    """Say when a trainer generates the rows of a micro-step, at its beginning."""
+    trainer.generate_on_policy_outputs = _between(trainer.generate_on_policy_outputs, recorder)
+
+
 def _between(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def marked(*args: Any) -> Any:
+        before = recorder.now
         recorder.instant(GENERATION)
         try:
             return function(*args)
         finally:
-            recorder.instant("forward")
+            recorder.instant("forward" if before == "optimizer step" else before)
 
     return marked
 

@@ -32,11 +32,18 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.generated_rows import (
     generating,
+    generating_within,
     loaded_reference,
     rollout_arguments,
     whole_completions,
 )
-from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import (
+    in_its_precision,
+    machine_of,
+    row_count,
+    trained,
+    training_arguments,
+)
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
@@ -112,6 +119,11 @@ def run_on(
             _in_the_setups_dtype(trainer.model, inputs)
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
+        elif stage in TAUGHT:
+            in_its_precision(trainer, inputs.setup)
+            trainer.teacher_model = trainer.accelerator.prepare_model(trainer.teacher_model, evaluation_mode=True)
+            if inputs.setup.generates:
+                generating_within(trainer, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
         chosen = answers if inputs.is_traced else nullcontext()
         with chosen, whole_completions(inputs.setup):
@@ -120,8 +132,11 @@ def run_on(
 
 
 def _prepared_later(setup: TrainingSetup) -> AbstractContextManager[Any]:
-    """Return what leaves a reference model as it is while its trainer is made, where shards of it are made with those of the model."""
-    shared = is_sharded(setup.config.parallel) and not runs_engine(setup.config.parallel)
+    """Return what leaves a second model as it is while its trainer is made: a reference where shards of it are made with those of
+    the model, and a teacher, whose forward runs in a precision that is pretended later.
+    """
+    taught = setup.teacher is not None
+    shared = taught or (is_sharded(setup.config.parallel) and not runs_engine(setup.config.parallel))
     as_it_is = patch.object(accelerate.Accelerator, "prepare_model", lambda _, model, **__: model)
     return as_it_is if shared else nullcontext()
 
@@ -145,7 +160,8 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
         more |= {"packing": True} if setup.config.joined_rows else {}
     if method.stage in TAUGHT:
-        more |= {"beta": BETAS[str(method.divergence)], "lmbda": 0.0}
+        more |= {"beta": BETAS[str(method.divergence)], "lmbda": float(setup.generates)}
+        more |= {"max_new_tokens": setup.completion_length} if setup.generates else {}
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
     if setup.config.offload.activations != "none":
@@ -201,7 +217,9 @@ def _rows(inputs: StackInputs) -> Any:
     elif stage in PAIRS:
         return _pairs(row, prompt)
     elif stage in TAUGHT:
-        columns = {"prompt": ["-"] * count, "input_ids": row, "completion_mask": [[0] + [1] * (length - 1)] * count}
+        prompted = length - inputs.setup.completion_length if inputs.setup.generates else 1
+        mask = [[0] * prompted + [1] * (length - prompted)] * count
+        columns = {"prompt": ["-"] * count, "input_ids": row, "completion_mask": mask}
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}

@@ -214,14 +214,20 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.row
 
 
-def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: TrainingSetup) -> StackRun:
-    """Let a trainer train, told to ``recorder``; return what was run."""
+def in_its_precision(trainer: Any, setup: TrainingSetup) -> None:
+    """Turn an accelerator that runs bf16 into one that runs fp16 where a job does, which it refuses on a device that is not called CUDA.
+
+    Source:
+        accelerate 1.15.0, accelerator.py, ``Accelerator.__init__``: autocast in fp16, and ``torch.amp.GradScaler``.
+    """
     if trainer.args.bf16 and setup.config.compute_dtype == "fp16":
-        # Turn an accelerator that runs bf16 into one that runs fp16, which it refuses on a device that is not called
-        # CUDA. Source: accelerate 1.15.0, accelerator.py, ``Accelerator.__init__``: autocast in fp16, and
-        # ``torch.amp.GradScaler``.
         trainer.accelerator.state._mixed_precision = "fp16"
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: TrainingSetup) -> StackRun:
+    """Let a trainer train, told to ``recorder``; return what was run."""
+    in_its_precision(trainer, setup)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.add_callback(_Instants(recorder, trainer))
     _announce(trainer.accelerator, "backward", lambda: _backward_begins(recorder))
