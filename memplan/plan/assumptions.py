@@ -9,6 +9,7 @@ from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
+from memplan.step.beside.second_forward import second_bytes
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.refused_row_masks import may_pad
 from memplan.step.states.optimizer_scratch import most_together
@@ -16,6 +17,7 @@ from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
+from memplan.training.second_models import FrozenModel
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -168,7 +170,9 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
     if method.stage == "sft":
         return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
-    if method.rollout is None:
+    if plan.setup.generates_rows:
+        yield from _own_rows(plan)
+    elif method.rollout is None:
         tokens = "rows are full" if method.stage == "classification" else "every token of a row is one of the answer"
         yield f"method {method.stage}{pairs}; {tokens}"
         if method.stage == "kto" and plan.setup.profile.loss == "log-probabilities":
@@ -181,6 +185,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         yield f"the head yields {scores} for each token in place of logits, and is trained"
     if plan.setup.has_value_head:
         yield "a head of values in fp32 is trained; the model's own forms logits and a loss too, to which no gradient comes"
+    if plan.setup.teacher is not None:
+        yield from _teacher(plan, plan.setup.teacher)
     if method.reference_model != "none":
         own = plan.setup.config.compute_dtype if reference_setup(plan.setup) is not plan.setup else "the same formats"
         yield f"reference model: {REFERENCES[str(method.reference_model)].format(own)}"
@@ -188,11 +194,38 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         yield "TRL shards the reference model as one unit: in its forward all of it is there twice, in the buffer it is gathered in and copied out"
 
 
+def _teacher(plan: MemoryPlan, teacher: FrozenModel) -> Iterator[str]:
+    """Yield what a student learns from."""
+    names, size = teacher.setup.format_names, second_bytes(plan.states.tensors)
+    matrices, rest = names["hidden_matrix"], names["embedding"]
+    formats = matrices if matrices == rest else f"{matrices} with {rest} beside"
+    said = plan.setup.config.method.teacher
+    dtype = "" if said is not None and said.dtype else ", the dtype of most checkpoints"
+    yield (
+        f"teacher: {teacher.model.spec.name}, frozen, {size:,} B of weights in {formats}{dtype}; its forward runs beside all that the "
+        f"student's has left, and its logits stay until the loss is there ({plan.setup.config.method.divergence})"
+    )
+
+
 ENGINES = {
     "transformers": "the model itself generates, with a cache of keys and values",
     "vllm": "vLLM generates on the same GPU and takes a stated share of it",
     "server": "a server generates, on other GPUs",
 }
+
+
+def _own_rows(plan: MemoryPlan) -> Iterator[str]:
+    """Yield how the rows of a step are generated that may also be those of the data."""
+    length = plan.setup.completion_length
+    cache = (
+        "with a cache of keys and values"
+        if plan.setup.caches_generated
+        else "without a cache, as layers are checkpointed"
+    )
+    yield (
+        f"method {plan.setup.config.method.stage}: the model generates the last {length:,} tokens of each row by itself, {cache}; every "
+        "token counts as one of the answer, as in rows of the data"
+    )
 
 
 def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:

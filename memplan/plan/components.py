@@ -9,6 +9,7 @@ from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
+from memplan.step.beside.second_forward import second_bytes
 from memplan.step.regimes import forwarded_rows
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.tapes.linear_forms import QUANTITIES, Form, Part, Quantity, constant_form
@@ -122,7 +123,11 @@ def _states(plan: MemoryPlan) -> Iterator[Component]:
     """Yield what stays from step to step, and the gradients of the peak."""
     states, formats = plan.states, "configs/weight_formats.yaml"
     formula = "sum over tensors of ceil(n / block) * block_bytes"
-    yield Component("weights", states.weight_bytes, formula, {}, formats, "exact")
+    teacher, shares = plan.setup.teacher, dict[str, int | str]()
+    if teacher is not None:
+        formula += f", those of the teacher too, {teacher.model.spec.name}"
+        shares["teacher"] = second_bytes(states.tensors)
+    yield Component("weights", states.weight_bytes, formula, shares, formats, "exact")
     source = "master_weights of the config"
     yield Component("master_weights", states.master_bytes, "n * master_bytes", {}, source, "exact")
     formula, source = "gradients alive at the peak, in their dtype", "configs/gradient_dtypes.yaml"

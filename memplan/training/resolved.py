@@ -146,10 +146,14 @@ class TrainingSetup:
         return self.config.method.rollout is not None and self.rollout.engine == "transformers"
 
     @property
+    def generates_rows(self) -> bool:
+        """Whether rows are generated that a loss over whole rows is formed of, as it is of those of the data."""
+        return self.generates and self.config.method.stage in DISTILLED
+
+    @property
     def generates_within(self) -> bool:
         """Whether each of several micro-steps generates its own rows, beside gradients of those before."""
-        within = self.config.method.stage in DISTILLED and self.profile.loss == "divergence"
-        return within and self.config.gradient_accumulation_steps > 1
+        return self.generates_rows and self.config.gradient_accumulation_steps > 1
 
     @property
     def caches_generated(self) -> bool:

@@ -87,8 +87,9 @@ OF_TRAINERS = (
     "loss_type",
     "neftune_noise_alpha",
     "model_init_kwargs",
+    "teacher_model",
 )
-"""Keywords that TRL's trainers took themselves until 0.13."""
+"""Keywords that TRL's trainers took themselves until 0.13, and a teacher, which they take still."""
 OTHER_ADAPTERS = ("IA3Config", "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "AdaLoraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig", "VeraConfig", "LNTuningConfig", "VBLoRAConfig", "FourierFTConfig", "HRAConfig", "BoneConfig", "RandLoraConfig", "XLoraConfig", "AdaptionPromptConfig", "MultitaskPromptTuningConfig")  # fmt: skip
 """Classes of PEFT's for what is not LoRA (peft/tuners, 0.21.2)."""
 TRAINING = ("train", "hyperparameter_search")

@@ -48,6 +48,7 @@ STAGES = {
     "orpo": "orpo",
     "cpo": "cpo",
     "simpo": "simpo",
+    "distillation": "distillation",
 }
 """What trainers' files call a kind of training -> the stage of a training config."""
 FEW = 3
@@ -298,7 +299,7 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
         )
     from memplan.importer.reading import MODEL, need_of
 
-    answered = tuple(need_of(key) for key in (MODEL, *given))
+    answered = tuple(need_of(key.removesuffix(".model")) for key in (MODEL, *given))
     if needs := [need for need in job.reading.needs if not need.startswith(answered)]:
         if job.reading.refusals:  # which nothing that is given answers
             _refuse_first(job)

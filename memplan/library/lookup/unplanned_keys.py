@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.errors import CannotAnswerError, printable
-from memplan.training.rules.method_rules import GENERATING
+from memplan.training.rules.method_rules import DISTILLED, GENERATING
 
 
 def without_keys(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
@@ -62,6 +62,19 @@ def method_keys(method: Mapping[str, Any], stage: str) -> dict[str, Any]:
     keys = {} if (balances := method.get("balances")) is None else {"balances": balances}
     if stage == "sft":
         return keys
-    rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
+    generated = stage in GENERATING or (stage in DISTILLED and "rollout" in method)
+    rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if generated else {}
+    rollout |= _taught(method) if stage in DISTILLED else {}
     said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
     return {**said, "stage": stage, **rollout, **keys}
+
+
+def _taught(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an imported job says of a teacher, whose name alone stands there, as a training config has it."""
+    teacher = {
+        "model": method.get("teacher"),
+        "dtype": method.get("teacher_dtype"),
+        "weights": method.get("teacher_weights"),
+    }
+    said = {key: value for key, value in teacher.items() if value is not None}
+    return {"teacher": said or None, "divergence": method.get("divergence")}

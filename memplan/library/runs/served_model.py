@@ -26,7 +26,7 @@ from memplan.training.resolved import FLOAT_BYTES
 METHODS = ("pretrain", *(stage for stage in get_args(Stage) if stage != "grpo"), "inference")
 """Methods that are planned; all but the last are training steps, and the first is another name of the second."""
 
-OTHER_METHODS = ("distillation", "ppo")
+OTHER_METHODS = ("ppo",)
 """Methods that people name and that are not modelled."""
 
 KEY_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}

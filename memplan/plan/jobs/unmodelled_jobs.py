@@ -19,6 +19,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: A part of the model, or of how it is trained, whose memory is not modelled.
     """
+    _refuse_other_words(model, setup)
     _refuse_wide_tables(model, setup)
     _refuse_adapted_experts(model, setup)
     _refuse_transposed_copies(model, setup)
@@ -34,6 +35,24 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
         from memplan.step.compiled.compiled_model import refuse_compiled
 
         refuse_compiled(model.spec, setup)
+
+
+def _refuse_other_words(model: Model, setup: TrainingSetup) -> None:
+    """Raise for a teacher of another vocabulary than the student's, whose logits nothing compares, or one that a tower is before.
+
+    Source:
+        ``GKDTrainer.__init__`` in trl/experimental/gkd/gkd_trainer.py (1.16.0), which compares ``vocab_size``.
+    """
+    if setup.teacher is None:
+        return
+    own, other = model.spec, setup.teacher.model.spec
+    if own.vocab_size != other.vocab_size:
+        raise CannotAnswerError(
+            f"method.teacher.model: {other.name} has a vocabulary of {other.vocab_size:,} and {own.name} one of {own.vocab_size:,}; "
+            f"{setup.stack.label} compares logits of one vocabulary alone; name a teacher with the student's"
+        )
+    if setup.config.images.per_row:
+        raise CannotAnswerError("method.stage: distillation is not modelled with images; use images.per_row: 0")
 
 
 def _refuse_hooked_routers(model: Model, setup: TrainingSetup) -> None:

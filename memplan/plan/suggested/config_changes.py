@@ -150,6 +150,8 @@ def _costly_changes(config: TrainingConfig, *, offloads: bool) -> Iterator[Chang
     Args:
         offloads: Whether the stack's checkpoints can be there.
     """
+    if (teacher := config.method.teacher) is not None and teacher.weights is None:
+        yield Change("the student learns from a teacher in 4 bits", (("method.teacher.weights", "nf4-dq"),))
     if config.adapter is None and _is_plain(config):
         cost = "8-bit optimizer states, which need bitsandbytes"
         yield Change(cost, (("optimizer", "adamw-8bit-bnb"),))

@@ -1,6 +1,6 @@
 """The forward of a frozen model of its own beside what the trained one has left: a teacher's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,6 +14,7 @@ from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, fixed_form, single_form
 from memplan.step.tapes.moments import Instant
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.training.second_models import TEACHER, FrozenModel, as_it_runs
 
@@ -32,6 +33,12 @@ def with_frozen_states(states: ModelStates, second: FrozenModel | None) -> Model
     beside = (replace(entry, tensor=tensor) for entry, tensor in zip(own.tensors, named, strict=True))
     tensors = (*states.tensors, *beside)
     return replace(states, tensors=tensors, weight_bytes=states.weight_bytes + own.weight_bytes)
+
+
+def second_bytes(tensors: Iterable[TensorStates]) -> int:
+    """Return the weights of a second model among the states of a job."""
+    beside = (entry for entry in tensors if entry.tensor.name.startswith(f"{TEACHER}."))
+    return sum(entry.weight_bytes * entry.tensor.count for entry in beside)
 
 
 def states_on_tape(second: FrozenModel) -> ModelStates:

@@ -44,7 +44,14 @@ from memplan.training.rules.stack_rules import (
     unmodelled,
     with_adapters,
 )
-from memplan.training.second_models import TEACHER, FrozenModel, second_config, with_cache, without_dropout
+from memplan.training.second_models import (
+    DEFAULT_DTYPE,
+    TEACHER,
+    FrozenModel,
+    second_config,
+    with_cache,
+    without_dropout,
+)
 from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import parse_bytes
 
@@ -122,6 +129,12 @@ def _frozen(
     """
     if role not in beside:
         raise CannotAnswerError(f"method.{role}.model: {given.model} was not looked up")
+    dtype, compute = given.dtype or DEFAULT_DTYPE, config.compute_dtype
+    if dtype not in ("fp32", compute):
+        narrow = "fp32" if compute == "fp32" else f"{compute}, or fp32"
+        raise CannotAnswerError(
+            f"method.{role}.dtype: {dtype} beside products in {compute} is not modelled; use {narrow}"
+        )
     setup = with_cache(resolve(second_config(config, given), catalog, f"method.{role}"))
     model = built_by(beside[role], setup)
     return FrozenModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))

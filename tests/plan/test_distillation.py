@@ -1,0 +1,112 @@
+"""Plans of a student that learns from a teacher, as a user sees them."""
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
+
+STUDENT, TEACHER = "qwen2.5-0.5b", "qwen2.5-1.5b"
+
+
+def plan(model=STUDENT, config="bf16-adamw", stack="trl", gpu="h200", **settings):
+    given = {"method.stage": "distillation", "method.teacher.model": TEACHER, "sequence_length": 256}
+    given |= {key.replace("__", "."): value for key, value in settings.items()}
+    return plan_by_share(
+        model, gpu=gpu, config=config, stack=stack, set={k: v for k, v in given.items() if v is not None}
+    )
+
+
+def alone(model, **settings):
+    return plan_by_share(model, gpu="h200", config="bf16-adamw", stack="trl", set=settings)
+
+
+def test_a_teacher_has_its_weights_and_nothing_that_trains():
+    own, both = alone(STUDENT, sequence_length=256), plan()
+    assert both.components["weights"] - own.components["weights"] == alone(TEACHER).components["weights"]
+    assert both.components["optimizer_states"] == own.components["optimizer_states"]
+    line = next(line for line in both.memory.components if line.name == "weights")
+    assert line.values["teacher"] == alone(TEACHER).components["weights"]
+    assert "Qwen2.5-1.5B" in line.formula
+
+
+def test_a_teachers_format_is_its_own():
+    coded, plain = plan(method__teacher__weights="nf4"), plan()
+    assert coded.components["weights"] < plain.components["weights"]
+    assert plan(method__teacher__dtype="fp32").components["weights"] > plain.components["weights"]
+    with pytest.raises(CannotAnswerError, match="fp16 beside products in bf16"):
+        plan(method__teacher__dtype="fp16")
+
+
+def test_whole_logits_of_both_are_there_and_a_mixture_takes_most():
+    jsd, forward, reverse = (plan(method__divergence=kind) for kind in ("jsd", "forward-kl", "reverse-kl"))
+    row = 4 * 151_936 * 255  # of all tokens but the last, in fp32
+    assert forward.memory.requested_bytes > alone(TEACHER).components["weights"] + 8 * row
+    assert jsd.memory.requested_bytes > reverse.memory.requested_bytes + 6 * row
+    assert plan().memory.requested_bytes == jsd.memory.requested_bytes
+
+
+def test_a_wider_teacher_is_seen_in_forward_alone():
+    # beside what two models leave, logits of 151,936 words outweigh the layers of any teacher
+    few = {"sequence_length": 16, "activation_checkpointing": "full"}
+    by_teacher = [dict(plan(**few, method__teacher__model=name).memory.instants) for name in (TEACHER, "qwen2.5-3b")]
+    less, more = (alone(name).components["weights"] for name in (TEACHER, "qwen2.5-3b"))
+    assert {
+        name: by_teacher[1][name] - size for name, size in by_teacher[0].items() if name != "forward"
+    } == dict.fromkeys(set(by_teacher[0]) - {"forward"}, more - less)
+    assert by_teacher[1]["forward"] - by_teacher[0]["forward"] > more - less
+
+
+def test_a_step_that_generates_its_rows_has_a_cache_where_nothing_is_computed_again():
+    rollout = {"method__rollout__completion_length": 64}
+    cached = plan(**rollout, activation_checkpointing="none", micro_batch_size=2)
+    sizes = dict(cached.memory.instants)
+    assert sizes["generation"] < sizes["forward"]
+    assert "generation" not in dict(plan().memory.instants)
+    without = dict(plan(**rollout, activation_checkpointing="full", micro_batch_size=2).memory.instants)
+    assert without["generation"] != sizes["generation"]
+    twice = dict(plan(**rollout, activation_checkpointing="none", gradient_accumulation_steps=2).memory.instants)
+    once = dict(plan(**rollout, activation_checkpointing="none").memory.instants)
+    rows = 40 * 256 + 16 * 192  # of the second micro-step: numbers, masks, labels, offsets and prompts
+    assert twice["generation"] - once["generation"] == plan().memory.states.gradient_bytes + rows
+
+
+def test_what_a_plan_says_is_read_back_as_the_same_job():
+    first = plan(method__divergence="reverse-kl", method__teacher__weights="nf4")
+    again = plan_by_share(STUDENT, gpu="h200", config=first.training)
+    assert again.memory.requested_bytes == first.memory.requested_bytes
+    assert again.training == first.training
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"method__teacher__model": None}, InvalidFileError, "learns from a teacher; name one"),
+        ({"method__teacher__model": "qwen2.5-7b"}, CannotAnswerError, "vocabulary of 152,064"),
+        ({"method__teacher__model": "qwen2.5-1.5bb"}, memplan.MemplanError, "qwen2.5-1.5b"),
+        ({"method__stage": "sft"}, InvalidFileError, "sft has no teacher"),
+        ({"method__reference_model": "resident"}, InvalidFileError, "has no reference model"),
+        ({"stack": "transformers"}, CannotAnswerError, "--stack trl"),
+        ({"stack": "axolotl"}, CannotAnswerError, "distillation as axolotl"),
+        ({"stack": "trl@0.29"}, CannotAnswerError, "distillation as trl"),
+        ({"kernels__loss": "fp32"}, CannotAnswerError, "compares a student with its teacher"),
+        ({"method__rollout__engine": "vllm", "method__rollout__completion_length": 8}, CannotAnswerError, "by the model itself"),
+        ({"parallel__data": 2, "parallel__zero_stage": 3}, CannotAnswerError, "several GPUs"),
+    ],
+)
+def test_what_is_no_such_job_or_is_not_followed_is_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        plan(**settings)
+
+
+def test_a_card_that_has_no_kernels_of_a_teachers_format_refuses_it():
+    with pytest.raises(CannotAnswerError, match="bitsandbytes"):
+        plan(gpu="m4-max-128gb", method__teacher__weights="llm-int8")
+
+
+def test_longest_sequences_and_changes_that_would_help_know_the_teacher():
+    job = {"method.stage": "distillation", "method.teacher.model": TEACHER, "sequence_length": 4096}
+    small = memplan.plan(STUDENT, gpu="rtx4090", config="bf16-adamw", stack="trl", set=job)
+    assert small.verdict == "no"
+    assert small.suggestions
+    assert any("learns" in line or "teacher" in line for line in small.memory.assumptions)
