@@ -34,7 +34,6 @@ from memplan.step.alive_around_layers import (
     stashed_inputs,
     stream_form,
 )
-from memplan.step.beside.second_forward import places_beside
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
@@ -52,7 +51,7 @@ from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct, model_on_tape
-from memplan.step.no_grad_instants import forward_only_instants
+from memplan.step.no_grad_instants import forward_only_instants, places_beside
 from memplan.step.offloaded_inputs import Waiting, waiting_inputs
 from memplan.step.playing.peak_layers import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor

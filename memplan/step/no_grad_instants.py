@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import returned_before
-from memplan.step.ends.head_on_tape import evaluated_head
+from memplan.step.ends.head_on_tape import evaluated_head, head_on_tape
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
@@ -51,6 +51,20 @@ def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) 
         yield from _reference_forward(inputs, taped, named, "forward")
     for form in _metrics(inputs, taped, around, graph=True):
         yield Instant("forward", "metrics", form)
+
+
+def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moment between a model's forward and its loss at which a second model runs.
+
+    Args:
+        around: What is there then but what the end of the model has left.
+    """
+    if inputs.setup.teacher is None:
+        return
+    entry = taped.head.section.entry
+    settings = replace(taped.settings, loss="logits")
+    head = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section.played("first")
+    yield Instant("forward", PLACE, around + head.saved)
 
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:

@@ -90,7 +90,11 @@ def test_what_a_plan_says_is_read_back_as_the_same_job():
         ({"stack": "axolotl"}, CannotAnswerError, "distillation as axolotl"),
         ({"stack": "trl@0.29"}, CannotAnswerError, "distillation as trl"),
         ({"kernels__loss": "fp32"}, CannotAnswerError, "compares a student with its teacher"),
-        ({"method__rollout__engine": "vllm", "method__rollout__completion_length": 8}, CannotAnswerError, "by the model itself"),
+        (
+            {"method__rollout__engine": "vllm", "method__rollout__completion_length": 8},
+            CannotAnswerError,
+            "by the model itself",
+        ),
         ({"parallel__data": 2, "parallel__zero_stage": 3}, CannotAnswerError, "several GPUs"),
     ],
 )

@@ -250,7 +250,7 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
     keys = {} if own else released_keys(model, subject.catalog)
     try:
         card_bytes = device.gpu.cuda_total_bytes if device else 0
-        second = setup.teacher and released_keys(setup.teacher.given, subject.catalog)
+        second = None if setup.teacher is None else released_keys(setup.teacher.given, subject.catalog)
         inputs = StackInputs(
             model, keys, setup, capability, details_of(setup), card_bytes=card_bytes, teacher_keys=second
         )

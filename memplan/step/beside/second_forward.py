@@ -1,19 +1,17 @@
 """The forward of a frozen model of its own beside what the trained one has left: a teacher's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
 from memplan.model.model import Model
-from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.card_support import on_card
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import PLACE, forward_alone, forward_arguments
+from memplan.step.no_grad_instants import forward_alone, forward_arguments
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, fixed_form, single_form
-from memplan.step.tapes.moments import Instant
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.training.second_models import TEACHER, FrozenModel, as_it_runs
@@ -49,20 +47,6 @@ def states_on_tape(second: FrozenModel) -> ModelStates:
     """
     states = frozen_states(second)
     return replace(states, tensors=tuple([replace(e, trainable=not e.quantized) for e in states.tensors]))
-
-
-def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
-    """Yield the moment between a model's forward and its loss at which a second model runs.
-
-    Args:
-        around: What is there then but what the end of the model has left.
-    """
-    if inputs.setup.teacher is None:
-        return
-    entry = taped.head.section.entry
-    settings = replace(taped.settings, loss="logits")
-    head = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section.played("first")
-    yield Instant("forward", PLACE, around + head.saved)
 
 
 def cached_sizes(taped: ModelOnTape) -> tuple[tuple[int, int], ...]:

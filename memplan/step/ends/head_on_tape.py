@@ -38,8 +38,7 @@ from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 from memplan.training.adapted_ends import VALUE_HEAD
 
-MOST_ENDS = 128
-"""Kinds of ends that are remembered, as many as of layers."""
+MOST_ENDS = 128  # Kinds of ends that are remembered, as many as of layers
 
 FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
@@ -47,8 +46,10 @@ FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKE
 COMPARED = ("log-probabilities", "divergence", "logits")
 """Losses that a trainer forms of whole logits when the model's forward has ended, and those logits alone."""
 
-IN_PIECES = ("fp32-pieces", "fp32-stretches")
-"""Losses of LitGPT, whose loops let go of the last logits when they have new ones."""
+IN_PIECES = (
+    "fp32-pieces",
+    "fp32-stretches",
+)  # of LitGPT, whose loops let go of the last logits when they have new ones
 
 NAMED = ((Quantity.TOKENS, 0),)
 """Stands for what a model has names for until its norm is done, where its layers are given nothing besides."""
@@ -81,10 +82,9 @@ class Head:
 
 @lru_cache(maxsize=MOST_ENDS)
 def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, element_bytes: int) -> Head:
-    """Return final norm, head and loss on tape, the same ones each time.
+    """Return final norm, head and loss on tape, the same ones each time, of weights that no layer has.
 
     Args:
-        weights: Those that no layer has.
         needs_gradient: Whether the last layer's result needs a gradient.
         element_bytes: Bytes of an element of it.
     """

@@ -80,7 +80,20 @@ def resolve(
     place = where or (lambda path: f"{name}: {'.'.join(path)}")
     if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
-    config, stack, profile = _filled(config, catalog)
+    setup = _setup(_filled(config, catalog), catalog, name, place)
+    config, given = setup.config, setup.config.method.teacher
+    return setup if given is None else replace(setup, teacher=_frozen(config, given, TEACHER, catalog, beside or {}))
+
+
+def _setup(
+    known: tuple[TrainingConfig, Stack, KernelProfile], catalog: Catalog, name: str, place: Where
+) -> TrainingSetup:
+    """Return the setup of a config that is filled in, with its stack and kernels.
+
+    Raises:
+        CannotAnswerError: Keys whose effect is not modelled yet.
+    """
+    config, stack, profile = known
     refuse_unmodelled(config, place)
     offloading = activation_refusals(config, stack, profile, catalog.formats[format_name(config, "hidden_matrix")])
     _refuse_first([*offloading, *kernel_refusals(config, stack), *freeze_refusals(config, stack)], place)
@@ -97,7 +110,7 @@ def resolve(
         used, whole = {key: catalog.optimizers[key] for key in optimizer_names.values()}, _whole(known_formats, catalog)
         _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
-    setup = TrainingSetup(
+    return TrainingSetup(
         name=name,
         config=with_learning(config, recipe, catalog, name),
         stack=stack,
@@ -115,8 +128,6 @@ def resolve(
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
-    given = config.method.teacher
-    return setup if given is None else replace(setup, teacher=_frozen(config, given, TEACHER, catalog, beside or {}))
 
 
 def _frozen(

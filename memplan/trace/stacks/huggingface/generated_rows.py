@@ -10,6 +10,7 @@ import torch
 from transformers.generation import utils
 
 from memplan.trace.recording.recorder import Recorder
+from memplan.trace.stacks.huggingface.trainer_loop import in_its_precision
 from memplan.trace.stacks.registry import StackInputs
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING
@@ -95,3 +96,31 @@ def loaded_reference(load: Callable[[StackInputs], Any], inputs: StackInputs) ->
     module = import_module("trl.trainer.grpo_trainer")
     with mock.patch.object(module, "create_model_from_path", side_effect=lambda *_, **__: load(inputs).eval()):
         yield
+
+
+# -------------------------------------------------------------------- rows that a teacher judges
+BETAS = {"forward-kl": 0.0, "jsd": 0.5, "reverse-kl": 1.0}
+"""What distillation compares by -> ``beta``."""
+
+
+def taught_arguments(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the keywords of ``GKDConfig`` for a job."""
+    beta, generates = BETAS[str(setup.config.method.divergence)], setup.generates
+    more = {"max_new_tokens": setup.completion_length} if generates else {}
+    return {"beta": beta, "lmbda": float(generates), **more}
+
+
+def taught_columns(setup: TrainingSetup, count: int) -> dict[str, Any]:
+    """Return rows as GKD's collator takes them, with prompts of one token where nothing is generated from them."""
+    length = setup.config.sequence_length
+    prompted = length - setup.completion_length if setup.generates else 1
+    mask = [0] * prompted + [1] * (length - prompted)
+    return {"prompt": ["-"] * count, "input_ids": [[1] * length] * count, "completion_mask": [mask] * count}
+
+
+def taught(trainer: Any, setup: TrainingSetup, recorder: Recorder) -> None:
+    """Prepare a trainer's teacher in the job's own precision, and say when rows are generated."""
+    in_its_precision(trainer, setup)
+    trainer.teacher_model = trainer.accelerator.prepare_model(trainer.teacher_model, evaluation_mode=True)
+    if setup.generates:
+        generating_within(trainer, recorder)

@@ -32,13 +32,14 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.generated_rows import (
     generating,
-    generating_within,
     loaded_reference,
     rollout_arguments,
+    taught,
+    taught_arguments,
+    taught_columns,
     whole_completions,
 )
 from memplan.trace.stacks.huggingface.trainer_loop import (
-    in_its_precision,
     machine_of,
     row_count,
     trained,
@@ -81,7 +82,7 @@ def run_on(
 ) -> StackRun:
     """Run the trainer of the setup's stage on what ``load`` returns, with adapters or for it to make; the machine is pretended already."""
     config = inputs.setup.config
-    stage, reference = config.method.stage, config.method.reference_model
+    stage = config.method.stage
     trainer_class, arguments_class = trainer_of(stage)
     with (
         deepspeed_ranks(inputs.setup, inputs.details.rank),
@@ -93,11 +94,7 @@ def run_on(
         keywords = training_arguments(inputs, Path(folder))
         with made_on(inputs.device):
             adapters = lora_config(inputs) if config.adapter is not None and not adapted else None
-        beside = {"ref_model": load(inputs).eval()} if reference == "resident" and stage in REFERRED else {}
-        if stage in GENERATING:
-            beside = {"reward_funcs": len}
-        if stage in TAUGHT:
-            beside = {"teacher_model": load(inputs.of_teacher).eval()}
+        beside = _given_beside(load, inputs)
         arguments: Any = arguments_class(**keywords, **_stage_arguments(inputs.setup, arguments_class))
         with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card(), _prepared_later(inputs.setup):
             trainer: Any = trainer_class(
@@ -120,15 +117,23 @@ def run_on(
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
         elif stage in TAUGHT:
-            in_its_precision(trainer, inputs.setup)
-            trainer.teacher_model = trainer.accelerator.prepare_model(trainer.teacher_model, evaluation_mode=True)
-            if inputs.setup.generates:
-                generating_within(trainer, recorder)
+            taught(trainer, inputs.setup, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
         chosen = answers if inputs.is_traced else nullcontext()
         with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+def _given_beside(load: Callable[[StackInputs], Any], inputs: StackInputs) -> dict[str, Any]:
+    """Return what a stage's trainer is given beside the model: a second one, or what scores completions."""
+    method = inputs.setup.config.method
+    if method.stage in GENERATING:
+        return {"reward_funcs": len}
+    if method.stage in TAUGHT:
+        return {"teacher_model": load(inputs.of_teacher).eval()}
+    referred = method.reference_model == "resident" and method.stage in REFERRED
+    return {"ref_model": load(inputs).eval()} if referred else {}
 
 
 def _prepared_later(setup: TrainingSetup) -> AbstractContextManager[Any]:
@@ -160,8 +165,7 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
         more |= {"packing": True} if setup.config.joined_rows else {}
     if method.stage in TAUGHT:
-        more |= {"beta": BETAS[str(method.divergence)], "lmbda": float(setup.generates)}
-        more |= {"max_new_tokens": setup.completion_length} if setup.generates else {}
+        more |= taught_arguments(setup)
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
     if setup.config.offload.activations != "none":
@@ -169,10 +173,6 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
     if method.balances is False:
         more["router_aux_loss_coef"] = 0.0
     return more
-
-
-BETAS = {"forward-kl": 0.0, "jsd": 0.5, "reverse-kl": 1.0}
-"""What distillation compares by -> ``beta``."""
 
 
 @contextmanager
@@ -217,9 +217,7 @@ def _rows(inputs: StackInputs) -> Any:
     elif stage in PAIRS:
         return _pairs(row, prompt)
     elif stage in TAUGHT:
-        prompted = length - inputs.setup.completion_length if inputs.setup.generates else 1
-        mask = [[0] * prompted + [1] * (length - prompted)] * count
-        columns = {"prompt": ["-"] * count, "input_ids": row, "completion_mask": mask}
+        columns = taught_columns(inputs.setup, count)
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}
