@@ -18,7 +18,7 @@ from memplan.step.states.optimizer_scratch import average_bytes
 from memplan.step.states.parallel_shards import looks_for_unused_parameters
 from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
+from memplan.step.tapes.moments import BEHIND_REGION, POOLED, Instant, Played
 from memplan.step.tapes.taped_operations import Mode, Value, Weight
 from memplan.step.tower.tower_on_tape import returned_features
 
@@ -117,9 +117,10 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
 
 def waiting_form(inputs: StepInputs, taped: ModelOnTape, mode: Mode) -> Form:
     """Return what makes the gradient of a tied head a temporary while it waits, where it is not the one that is stored."""
-    waiting, weight = taped.head.delayed_bytes, taped.head.weights[0]
-    joined = joined_in_place(inputs.regime, taped.head, taped.settings)
-    if not waiting or (joined and weight.stays_summed(weight.own_mode(mode))):
+    if not (waiting := taped.head.delayed_bytes):
+        return ZERO
+    weight, joined = taped.head.weights[0], joined_in_place(inputs.regime, taped.head, taped.settings)
+    if joined and weight.stays_summed(weight.own_mode(mode)):
         return ZERO
     return constant_form(Part.TEMPORARIES, waiting) - constant_form(Part.GRADIENTS, waiting)
 
@@ -133,9 +134,20 @@ def joined_in_place(regime: Regime, head: Head, settings: EndSettings) -> bool:
     return weight.converted or chunked or loss in FUSED_LOSSES
 
 
-def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form, cast: Form) -> Iterator[Instant]:
-    """Yield the moments of forward from the final norm on; ``around`` is what the layers have left, ``cast`` what autocast has."""
+def head_forward(
+    inputs: StepInputs, head: Head, played: Played, around: Form, cast: Form, named: Form = ZERO
+) -> Iterator[Instant]:
+    """Yield the moments of forward from the final norm on.
+
+    Args:
+        around: What the layers have left.
+        cast: What of it autocast has.
+        named: What of it a model without a head has names for until that norm is done.
+    """
     for moment in played.forward:
+        if moment.name == POOLED:
+            yield moment.around(around - named, "forward")
+            continue
         yield moment.around(around - cast if moment.name == BEHIND_REGION else around, "forward")
     if head.chunk is None or inputs.setup.profile.loss == "chunked-backward":
         return

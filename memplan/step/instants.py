@@ -111,11 +111,12 @@ def step_on_tape(
     return inputs, model_on_tape(inputs)
 
 
-def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
-    """Return the closed forms of a training step."""
+def compile_step(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass | None = None) -> StepForms:
+    """Return the closed forms of a training step, whose forwards and backward are as ``one_pass`` has them, if it is given."""
     names = logits_of_loop(inputs.setup, taped)
     left = names + retained_graph(inputs, taped)
-    candidates = tuple(step_instants(inputs, taped, partial(_named_pass, inputs, taped, names), left))
+    one_pass = one_pass or partial(_named_pass, inputs, taped, names)
+    candidates = tuple(step_instants(inputs, taped, one_pass, left))
     return StepForms(
         candidates,
         buffers(inputs),
@@ -207,6 +208,13 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode, gr
     """Yield the instants of one forward and backward; ``base`` is there throughout, the last ``graph`` in forward."""
     played = taped.played(mode, inputs.recomputation)
     yield from forward_instants(inputs, taped, played, base + graph)
+    yield from backward_instants(inputs, taped, played, base, mode)
+
+
+def backward_instants(
+    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form, mode: Mode
+) -> Iterator[Instant]:
+    """Yield the moments of backward; ``base`` is there throughout."""
     base, bare_base = backward_base(inputs, taped, base)
     passed = base - bare_base
     compared = ZERO if inputs.setup.compares_pairs else played.head.saved  # its loss is formed of the copy
@@ -304,12 +312,13 @@ def _forward(
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
-    called = is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
+    pools = taped.settings.pooling is not None
+    called = pools or is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
     around += retained_arguments(inputs) - forgotten_keys(taped) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) + taped.handed.embedded if taped.lowest_turned is None else ZERO
     around += stashed_inputs(inputs, taped, len(taped.staged_widths))
     around += returned_features(inputs.setup, taped.tower, graph=True)
-    yield from head_forward(inputs, taped.head, played.head, around, cast)
+    yield from head_forward(inputs, taped.head, played.head, around, cast, named if pools else ZERO)
     yield from widened_outputs(inputs, taped, around + played.head.saved, cast)
     around -= named if called else ZERO
     yield from places_beside(inputs, taped, around - cast)

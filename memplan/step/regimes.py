@@ -24,8 +24,13 @@ MASK_COLUMNS = 16
 
 
 def forwarded_rows(setup: TrainingSetup, batch: int, length: int) -> tuple[int, int]:
-    """Return how many rows a forward has for a micro-batch of ``batch``, and how long each is: a pair is two rows, joined rows are one."""
+    """Return how many rows a forward has for a micro-batch of ``batch``, and how long each is: a pair is two rows, joined rows are one.
+
+    Of the forwards of an embedding loss the last has the most, and a cached one as many as it embeds at a time.
+    """
     batch *= setup.rows_per_sample
+    if (texts := setup.config.method.embedding) is not None:
+        batch = min(batch, texts.mini_batch_size or batch)
     return (1, batch * length) if setup.config.joined_rows else (batch, length)
 
 

@@ -120,7 +120,9 @@ class TrainingSetup:
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of tokens for each that a micro-batch counts: a pair, chosen and rejected, has two."""
+        """Rows of a forward for each that a micro-batch counts: a pair, chosen and rejected, has two, merged columns one each."""
+        if self.config.method.embedding is not None:
+            return self.config.method.embedding.forwards[-1]
         return 2 if self.config.method.stage in PAIRED else 1
 
     @property

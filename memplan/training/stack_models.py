@@ -105,6 +105,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         spec = _uncapped(spec)
     if setup.scores:
         return _scoring(model, spec, setup)
+    if setup.config.method.embedding is not None:
+        spec = _headless(spec)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 
 
@@ -164,6 +166,8 @@ def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
             f"method.stage: reward: TRL's head of values asks for a hidden_size, which the config of {spec.name}, with a vision "
             "tower, has not (trl/models/modeling_value_head.py, 0.24.0); use a text model"
         )
+    if spec.tower is not None and setup.config.method.embedding is not None:
+        yield f"model: embeddings of {spec.name}, which has a vision tower, are not modelled; use a text model"
     if spec.tower is None and setup.config.images.per_row:
         yield f"images: {spec.name} has no vision tower, or {stack.label} runs the text model alone"
     shards = setup.config.parallel.zero_stage and setup.config.parallel.engine == "torch"
@@ -282,6 +286,11 @@ def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
         replace(t, shape=(setup.score_count, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)
     ]
     return replace(model, spec=spec, inventory=tuple(inventory))
+
+
+def _headless(spec: ModelSpec) -> ModelSpec:
+    """Return the shapes of a model without a head (``AutoModel``), of which a tied one has no tensor either."""
+    return replace(spec, tie_word_embeddings=True, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
 
 
 @lru_cache(maxsize=1024)

@@ -78,6 +78,6 @@ def test_older_stacks_have_the_models_of_their_time():
 @pytest.mark.parametrize(("name", "masks"), [("gpt-neo-1.3b", 24), ("starcoderbase-1b", 1), ("gpt-j-6b", 0)])
 def test_a_mask_of_all_positions_is_a_tensor_of_its_layer_or_of_the_model(name, masks):
     answer = plan(name, "5.24", length=500)
-    square = answer.own.spec.max_position_embeddings ** 2
+    square = answer.own.spec.max_position_embeddings**2
     sizes = events_of(answer, 1).sizes
     assert sizes.count(square) == masks

@@ -6,9 +6,12 @@ from memplan.documents.frozen_values import dataclass
 
 Divergence = Literal["forward-kl", "reverse-kl", "jsd"]
 
-Stage = Literal["sft", "classification", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "distillation"]
-"""What a step learns from: rows of tokens; rows that have a class each; pairs of answers, chosen and rejected; answers that are said
-to be good or bad; answers that the model has generated itself, which are scored; or rows whose next tokens a teacher foretells."""
+Stage = Literal[
+    "sft", "classification", "embedding", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "distillation"
+]
+"""What a step learns from: rows of tokens; rows that have a class each; texts whose embeddings are compared; pairs of answers, chosen
+and rejected; answers that are said to be good or bad; answers that the model has generated itself, which are scored; or rows whose next
+tokens a teacher foretells."""
 
 SCORED: frozenset[Stage] = frozenset(("reward", "classification"))
 """Stages whose model yields scores in place of logits."""
@@ -38,6 +41,35 @@ class Rollout:
     sleeps: bool = False
 
 
+Pooling = Literal["mean", "last", "cls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The texts whose embeddings are compared, and how.
+
+    Attributes:
+        columns: Texts of each example: an anchor, what is like it, and negatives.
+        pooling: What of a row's tokens becomes its embedding: their mean, the last one, or the first.
+        loss: ``in-batch-negatives`` compares each anchor with all texts of the micro-batch that are no anchors; ``pairs`` texts of
+            one example alone.
+        mini_batch_size: Rows that a cached loss embeds at a time, twice, the second time with gradients; None embeds all at once.
+        merges: Whether the columns behind the first pass through the model in one forward; None is as the stack does.
+    """
+
+    columns: int = 2
+    pooling: Pooling = "mean"
+    loss: Literal["in-batch-negatives", "pairs"] = "in-batch-negatives"
+    mini_batch_size: int | None = None
+    merges: bool | None = None
+
+    @property
+    def forwards(self) -> tuple[int, ...]:
+        """Columns that pass through the model together, forward by forward; a cached loss embeds each alone."""
+        merged = self.merges and self.mini_batch_size is None and self.columns > 2
+        return (1, self.columns - 1) if merged else (1,) * self.columns
+
+
 @dataclass(frozen=True, slots=True)
 class SecondModel:
     """A frozen model of its own beside the one that is trained.
@@ -63,6 +95,7 @@ class Method:
             ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
         rollout: What a method learns from that generates, which others have not.
         chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
+        embedding: The texts that embeddings are learnt from, which other stages have not.
         balances: Whether a loss of unbalanced experts is added, for which routers' logits of all layers stay; None is as the stack does.
         labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
         teacher: The model that a step learns from, which distillation alone has.
@@ -77,6 +110,7 @@ class Method:
     balances: bool | None = None
     teacher: SecondModel | None = None
     divergence: Divergence | None = None
+    embedding: Embedding | None = None
 
 
 @dataclass(frozen=True, slots=True)

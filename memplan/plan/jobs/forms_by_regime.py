@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import mul
 from typing import Literal
@@ -13,6 +14,8 @@ from memplan.model.model import Model
 from memplan.model.routed_experts import routed_to
 from memplan.step.beside.second_forward import cached_sizes, moments_alone, running, states_on_tape
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.columns.cached_passes import cached_pass
+from memplan.step.columns.column_passes import Anchors, anchors_alone, column_pass, merges_columns
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, loss_moments, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
@@ -29,7 +32,16 @@ from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Form, Part, Pieces, constant_form, fixed_form, quantities
+from memplan.step.tapes.linear_forms import (
+    Coefficients,
+    Form,
+    Part,
+    Pieces,
+    constant_form,
+    fixed_form,
+    quantities,
+    with_columns,
+)
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
@@ -83,11 +95,12 @@ class FormsByRegime:
             )
         refuse_padded_tokens(self.setup, batch, length)
         length = self._own_length(length)
-        by_size = self.setup.generates or self._second is not None
+        by_size = self.setup.generates or self._second is not None or merges_columns(self.setup)
         apart = (length if self.setup.evaluates_apart or by_size else 0, batch if by_size else 0)
         key = regime_of(self.own, self.setup, batch, length), *apart
         if key not in self._by_regime:
-            forms = self._forms(key[0])
+            embeds = self.setup.config.method.embedding is not None
+            forms = self._forms_of_columns(key[0], batch, length) if embeds else self._forms(key[0])
             forms = self._with_second(forms, batch, length)
             instants = self._with_evaluation(forms, length) if self.setup.evaluates_apart else forms.candidates
             instants = (*instants, *self._generation(batch, length)) if self.setup.generates else instants
@@ -95,6 +108,18 @@ class FormsByRegime:
             totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
             self._by_regime[key] = Compiled(forms, candidates, totals)
         return self._by_regime[key]
+
+    def _forms_of_columns(self, regime: Regime, batch: int, length: int) -> StepForms:
+        """Return the closed forms of a loss over the embeddings of several columns, of which the first may have other rows."""
+        inputs, taped = self.tapes(regime)
+        texts = self.setup.config.method.embedding
+        if texts is not None and texts.mini_batch_size is not None:
+            return compile_step(inputs, taped, partial(cached_pass, inputs, taped))
+        if (alone := anchors_alone(self.setup)) is self.setup:
+            return compile_step(inputs, taped, partial(column_pass, inputs, taped, None))
+        own = step_on_tape(self.own, alone, self.states, regime_of(self.own, alone, batch, length))
+        values = FormsByRegime(self.model, self.own, alone, self.states).values(batch, length)
+        return compile_step(inputs, taped, partial(column_pass, inputs, taped, Anchors(*own, values)))
 
     def _own_length(self, length: int) -> int:
         """Return a rank's part of a sequence, where several share it."""
@@ -208,6 +233,7 @@ class FormsByRegime:
         refuse_window(self.own, self.setup, length)
         length = self._own_length(length)
         spec, profile = self.own.spec, self.setup.profile
+        examples, texts = batch, self.setup.config.method.embedding
         batch, length = forwarded_rows(self.setup, batch, length)
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
         metrics = self.setup.stack.loop.metrics
@@ -228,7 +254,10 @@ class FormsByRegime:
         pieces = Pieces(profile.loss_chunks, chunk, row, more)
         scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
         table = spec.vocab_size, spec.hidden_size
-        return quantities(batch, length, table, pieces, answer, ranks, images, rows, scanned, routed_to(spec))
+        values = quantities(batch, length, table, pieces, answer, ranks, images, rows, scanned, routed_to(spec))
+        if texts is None:
+            return values
+        return with_columns(values, texts.columns, examples, length, min(examples, texts.mini_batch_size or examples))
 
 
 class SecondForward:

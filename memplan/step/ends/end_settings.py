@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memplan.catalog.config_keys.method_keys import Divergence
+from memplan.catalog.config_keys.method_keys import Divergence, Pooling
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.catalog.training_config import ALL_TRAIN
@@ -56,6 +56,7 @@ class EndSettings:
     # Whether a head of values beside the model's own alone is learnt from; and whether the other asks for gradients yet.
     value_head: bool = False
     own_head_trains: bool = False
+    pooling: Pooling | None = None  # What becomes of a row's tokens in place of logits, where a model has no head
     layer_input: int = 0  # Width of what each layer is given of embeddings of its own
     # What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     arguments: tuple[tuple[Quantity, int], ...] = ()
@@ -92,7 +93,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         block=block,
         vocab_size=setup.score_count or spec.vocab_size,
         final_norm=spec.final_norm,
-        tied=spec.tie_word_embeddings,
+        tied=spec.tie_word_embeddings and setup.config.method.embedding is None,
         embedding_norm=spec.embedding_norm,
         learned_positions=spec.learned_positions > 0,
         embedding_scale=bool(spec.embedding_scale),
@@ -121,6 +122,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         value_head=setup.has_value_head,
         own_head_trains=setup.has_value_head and setup.config.adapter is None,
         compiled_loss=setup.config.compile == "layers" and setup.stack.loop.compiled,
+        pooling=None if setup.config.method.embedding is None else setup.config.method.embedding.pooling,
         layer_input=spec.layer_input,
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )

@@ -10,6 +10,7 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.divided.shared_ends_and_rows import divided_cross_entropy, whole_rows
 from memplan.step.ends.end_settings import EndSettings, head_weights
+from memplan.step.ends.pooled_rows import pooled
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
     compiled_cross_entropy,
@@ -89,8 +90,10 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         element_bytes: Bytes of an element of it.
     """
     builder, block = Builder(settings.block, dict(weights)), settings.block
-    builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES or settings.value_head else "head backward"
+    builder.tape.instant = "loss backward" if _alone(settings) else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
+    if settings.pooling is not None:
+        return Head(Section(builder.tape, entry, pooled(builder, normed, settings.pooling)), normed, (), None, None)
     if settings.value_head:
         values = tuple([builder.weight(f"{VALUE_HEAD}.{part}") for part in ("weight", "bias")])
         return Head(Section(builder.tape, entry, _valued(builder, settings, normed)), normed, values, None, None)
@@ -110,6 +113,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(Section(builder.tape, entry, loss), normed, own, None, whole, tuple(stretches))
     loss, logits = _whole_logits(builder, settings, entry, normed)
     return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
+
+
+def _alone(settings: EndSettings) -> bool:
+    """Tell whether no head's backward comes between that of the loss and of the last layer."""
+    return settings.loss in FUSED_LOSSES or settings.value_head or settings.pooling is not None
 
 
 def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed: Value) -> tuple[Value, Value]:
@@ -146,6 +154,8 @@ def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool =
     builder = Builder(settings.block, dict(weights))
     settings = replace(settings, arguments=settings.arguments or NAMED)
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
+    if settings.pooling is not None:
+        return Section(builder.tape, entry, pooled(builder, normed, settings.pooling))
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":
         return Section(
             builder.tape, entry, _fused_loss(builder, settings, normed, head_weights(settings, builder.weights))

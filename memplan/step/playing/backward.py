@@ -9,6 +9,7 @@ from memplan.step.playing.player import Player, temporaries
 from memplan.step.playing.recomputation import Mark, module_of
 from memplan.step.tapes.event_recorder import NO_STORAGE, EventRecorder
 from memplan.step.tapes.linear_forms import Part, Quantity, Storage
+from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Mode, Node, Reduction, Value, Weight
 
 
@@ -291,6 +292,9 @@ class _Backward:
         if isinstance(self.live, EventRecorder):
             self.live.store(weight, mode, formed)
             return
+        if mode in ("joins", "joins-again"):
+            self.join(node, weight, formed, stays=mode == "joins")
+            return
         made, extra = weight.made_bytes(mode), weight.storing_bytes(mode)
         stays: int | None = formed if mode == "first" else None
         if extra and weight.fullest_as_cast(mode):
@@ -312,6 +316,20 @@ class _Backward:
             self.live.hand_on(weight.name, formed)
         elif stays != formed:
             self.live.release(formed)
+
+    def join(self, node: Node, weight: Weight, formed: int, *, stays: bool) -> None:
+        """Add a weight's gradient to one that waits, in place where that is a plain tensor: that of a product is a view of its transpose.
+
+        Args:
+            stays: Whether the sum waits in its turn, or is stored; it is added to what is there otherwise, and goes.
+        """
+        size, anew = weight.formed_bytes, weight.is_made_anew("again")
+        if anew or node.traits.product:
+            size = weight.own_bytes if anew else size
+            self.player.with_scratch(node.instant, f"{weight.name} gradient", [(Part.GRADIENTS, Quantity.ONE, size)])
+        self.live.release(formed)
+        if not stays and isinstance(self.live, LiveBytes):
+            self.live.add(Part.GRADIENTS, Quantity.ONE, -weight.gradient_bytes)
 
     def accumulate(self, node: Node, value: Value, gradient: int) -> None:
         """Add a gradient to what the value has already, in place where nobody else refers to that, and it is a plain tensor.

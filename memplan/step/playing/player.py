@@ -74,7 +74,7 @@ class Player:
                 named -= self.tape.regional
                 self.region_left()
                 instant = BEHIND_REGION
-            self.between = operation.between
+            self.between, instant = operation.between, self.tape.phases.get(index, instant)
             self._begin(index, "forward", instant)
             self._make(operation, instant, named)
             if saves and self._escapes(operation):

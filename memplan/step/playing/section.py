@@ -93,7 +93,9 @@ class Section:
         """Return the gradients of its weights that backward adds to those that are there."""
         if mode not in self._left:
             weights = (w for node in self.tape.nodes for w in node.weights if w.trainable and not w.shared)
-            self._left[mode] = sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
+            left = "joins-again" if mode == "joins-again" else "first"
+            sizes = sum(w.gradient_bytes for w in weights if w.own_mode(mode) == left)
+            self._left[mode] = -sizes if mode == left == "joins-again" else sizes  # what has waited goes
         return self._left[mode]
 
     @property

@@ -59,6 +59,9 @@ class Quantity(IntEnum):
     EXPERT_ROWS = 37
     DECODED_TOKENS = 38
     DECODED_POSITIONS = 39
+    COLUMN_TOKENS = 40
+    EXAMPLES = 41
+    COMPARED = 42
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -102,15 +105,18 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.EXPERT_ROWS: "ceil(b*t*k/E)",
     Quantity.DECODED_TOKENS: "min(b*t, d)",
     Quantity.DECODED_POSITIONS: "min(t, d)",
+    Quantity.COLUMN_TOKENS: "c*b*t",
+    Quantity.EXAMPLES: "b",
+    Quantity.COMPARED: "b*m",
 }
-"""Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
+"""Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, or the columns whose embeddings are compared, V the vocabulary.
 
 tp is the number of GPUs that share matrices. m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
 that are left for the last of pieces with as many tokens each.
 A token passes through k of E experts, which are as often chosen each. Of rows that are looked up in a coded table d are decoded at a time.
-p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
+m is also how many anchors are compared with all other texts at a time. p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
 space layers scan.
 """
 
@@ -299,8 +305,19 @@ def quantities(
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
     layers = (*_chunks_scanned(batch, length, scanned), ceil_div(tokens * routed[0], routed[1]))
-    looked_up = (min(tokens, decoded), min(length, decoded))
+    looked_up = (min(tokens, decoded), min(length, decoded), tokens, batch, batch * batch)
     return attended + embedded + predicted + sequences + labelled + ends + bucketed + layers + looked_up
+
+
+def with_columns(values: tuple[int, ...], columns: int, batch: int, length: int, together: int) -> tuple[int, ...]:
+    """Return the values of the quantities of a forward, with those of all columns whose embeddings are compared.
+
+    Args:
+        columns: Texts of each example.
+        batch: Examples; ``length``: tokens of each text.
+        together: Anchors that are compared with all others at a time.
+    """
+    return (*values[: Quantity.COLUMN_TOKENS], columns * batch * length, batch, batch * together)
 
 
 def _chunks_scanned(batch: int, length: int, tokens: int) -> tuple[int, ...]:

@@ -13,6 +13,9 @@ from memplan.step.tapes.taped_operations import Reduction
 BEHIND_REGION = "behind the region"
 """Name of moments of a forward behind the region of autocast, when what that has cast is gone."""
 
+POOLED = "pooled"
+"""Name of those in which token embeddings are pooled, when the model's own forward has returned these."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instant:

@@ -76,7 +76,9 @@ class Tape:
     called_with: tuple[int, ...] = ()
     # Whether what autocast casts as it is computed again stays until its backward is done, which is in the same region.
     region_stays: bool = False
-
+    phases: dict[int, str] = field(
+        default_factory=dict
+    )  # Index of an operation -> what moments of forward are called from it on
     sums_anew: bool = False  # Whether sums of gradients are new tensors always, as those of DTensors are
 
     def value(self, quantity: Quantity, width: int, element_bytes: int, part: Part = Part.ACTIVATIONS) -> Value:

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, Storage, constant_form
 
-Mode = Literal["first", "again", "filled", "layer"]
+Mode = Literal["first", "again", "filled", "layer", "joins", "joins-again"]
 """How weight gradients fare: stored from now on, added to ones already there, added to zeros where the last step left some,
-or used at once."""
+or used at once; or joined to what another forward of the same loss has formed, be it stored or added to what is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ class StackRun:
 PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
     "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
+    "sentence-transformers": "memplan.trace.stacks.own_trainers.sentence_loop",
     "trl": "memplan.trace.stacks.huggingface.sft_loop",
     "axolotl": "memplan.trace.stacks.huggingface.axolotl_loop",
     "torchtitan": "memplan.trace.stacks.titan.torchtitan_trainer",

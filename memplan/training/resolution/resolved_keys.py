@@ -22,7 +22,15 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
         del data["freeze"]
     if not setup.config.joined_rows:
         del data["joined_rows"]
-    own = ("rollout", "chosen_nll", "labels", "balances", "teacher", "divergence")  # what some methods alone have
+    own = (
+        "rollout",
+        "chosen_nll",
+        "labels",
+        "balances",
+        "embedding",
+        "teacher",
+        "divergence",
+    )  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None
     data["weights"] = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.config_keys.method_keys import Method, ReferenceModel, Rollout
+from memplan.catalog.config_keys.method_keys import Embedding, Method, ReferenceModel, Rollout
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
@@ -48,10 +48,23 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, rollout=replace(method.rollout, micro_batches=1))  # ``training_step`` there
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
+    if method.stage == "embedding":
+        texts = method.embedding or Embedding()
+        method = replace(method, embedding=replace(texts, merges=_merges(texts)))
     if method.reference_model is not None:
         return method
     own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
     return replace(method, reference_model=own if method.stage in REFERRED else "none")
+
+
+def _merges(texts: Embedding) -> bool:
+    """Tell whether columns behind the first pass through the model in one forward, which a cached loss never does.
+
+    Source:
+        ``embed_columns`` in sentence_transformers/base/losses/merged_forward.py (6.2.0).
+    """
+    said = texts.merges is None or texts.merges
+    return said and texts.mini_batch_size is None and texts.columns > 2
 
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:

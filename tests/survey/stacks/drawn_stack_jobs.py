@@ -15,7 +15,7 @@ from tests.survey.stacks.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MOD
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
-ALONE = ("llama-factory", "llama-factory-v1", "ms-swift")
+ALONE = ("llama-factory", "llama-factory-v1", "ms-swift", "sentence-transformers")
 """Stacks that take the same jobs in an environment of their own."""
 LLAMA_LIKE = ("axolotl",)
 """Stacks whose own code takes models that are built like Llama."""
@@ -129,6 +129,8 @@ def drawn_stack_job(
     stack = rng.choice(stacks) if set(stacks) <= set(LLAMA_LIKE) else ""
     values = model_values(rng, catalog, linear=linear)
     while stack in LLAMA_LIKE and values["model_type"] not in SPLIT_PROJECTIONS:
+        values = model_values(rng, catalog)
+    while stacks == ("sentence-transformers",) and values["model_type"] in TOWERS:
         values = model_values(rng, catalog)
     stack = stack or rng.choice(stacks)
     if stack in OWN_MODELS:

@@ -37,6 +37,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
         training["method"] |= _teacher(rng, job.job.model, str(training["compute_dtype"]))
     if stage in ("cpo", "simpo") and rng.random() < 0.4:
         training["method"]["chosen_nll"] = False
+    if stage == "embedding":
+        return _embedding_job(rng, job, training)
     if stage == "classification":
         training["method"]["labels"] = rng.choice((1, 2, 3, 77, 1000))
     if stage == "kto":
@@ -72,6 +74,19 @@ def _teacher(rng: Random, student: Mapping[str, Any], compute: str) -> dict[str,
     if rng.random() < 0.3:
         teacher["weights"] = rng.choice(("nf4", "nf4-dq"))
     return {"teacher": teacher, "divergence": rng.choice(("jsd", "jsd", "forward-kl", "reverse-kl"))}
+
+
+def _embedding_job(rng: Random, job: StackJob, training: dict[str, Any]) -> StackJob:
+    """Return a job that learns embeddings: its columns, its pooling and its loss are drawn."""
+    columns = rng.choice((2, 2, 3, 4))
+    texts: dict[str, Any] = {"columns": columns, "pooling": rng.choice(("mean", "last", "cls"))}
+    if columns < 4 and rng.random() < 0.3:
+        texts["loss"] = "pairs"
+    elif rng.random() < 0.3:
+        texts["mini_batch_size"] = rng.choice((1, 2, 4))
+        training["micro_batch_size"] = rng.choice((2, 4, 7))
+    training["method"]["embedding"] = texts
+    return replace(job, job=Job(job.job.model, training), reentrant=False)
 
 
 def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import peft
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.errors import CannotAnswerError
@@ -100,6 +100,8 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
     # a name that transformers has had since 4.46
     whole = transformers.AutoModelForImageTextToText if "vision_config" in inputs.keys else AutoModelForCausalLM
     auto: Any = AutoModelForSequenceClassification if setup.scores else whole
+    if setup.config.method.embedding is not None:
+        auto = AutoModel
     if setup.scores:
         config.num_labels, config.pad_token_id = setup.score_count, 0
     if not inputs.is_traced:
@@ -211,9 +213,15 @@ def lora_config(inputs: StackInputs, chosen: list[str] | str | None = None) -> A
         modules_to_save=list(details.modules_to_save) or None,
         fan_in_fan_out=inputs.model.spec.transposed_linear,
         bias="none",
-        task_type="SEQ_CLS" if inputs.setup.scores else "CAUSAL_LM",
+        task_type=_task(inputs.setup),
         **tower,
     )
+
+
+def _task(setup: TrainingSetup) -> str:
+    if setup.config.method.embedding is not None:
+        return "FEATURE_EXTRACTION"
+    return "SEQ_CLS" if setup.scores else "CAUSAL_LM"
 
 
 def adapted(model: Any, inputs: StackInputs) -> Any:

@@ -76,10 +76,11 @@ def mark_weights(model: nn.Module, recorder: Recorder) -> None:
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the longest list of modules of one class, or of any inside a text model, which are taken for the layers.
 
-    A vision tower has none of them, nor has a list of experts in a layer; Llama 3.2 Vision's are of two classes.
+    A vision tower has none of them, nor has a list of experts in a layer; Llama 3.2 Vision's are of two classes. A module in
+    a sequence of modules is named by its number there.
     """
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-    named = [(name, part) for name, part in lists if not any(word.isdigit() for word in name.split("."))]
+    named = [(name, part) for name, part in lists if not any(word.isdigit() for word in name.split(".")[1:])]
     inside = [list(part) for name, part in named if any(text.strip(".") in name for text in TEXTS)]
     alike = [list(part) for _, part in named if len({type(layer) for layer in part}) == 1]
     return max(inside or alike, key=len, default=[])
