@@ -21,7 +21,7 @@ from memplan.step.states.optimizer_scratch import (
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.taped_operations import Weight
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.step.units.collated_rows import collated_bytes, collated_form, generated_rows, prompt_rows
+from memplan.step.units.collated_rows import collated_bytes, generated_rows, prompt_rows
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -195,7 +195,8 @@ def buffers(inputs: StepInputs) -> Form:
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     ranks = setup.config.parallel.context
     batch = ranks * (together * collated_bytes(setup) if together else collated_bytes(setup, micro_steps))
-    form = generated_rows(setup) if setup.answer_length else collated_form(setup, batch)
+    rows = Quantity.TOKENS if config.method.embedding is None else Quantity.COLUMN_TOKENS
+    form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, rows, batch)
     form += prompt_rows(setup, micro_steps) + constant_form(
         Part.ACTIVATIONS, _expert_offset_bytes(spec, apart=code.experts_apart) + _table_bytes(inputs.states) + scale
     )

@@ -8,6 +8,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
+from memplan.model.spec import ModelSpec
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")
@@ -213,3 +214,8 @@ def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:
     if code == "torchtune" and adapter.kind == "dora" and loss != "fp32":
         raise CannotAnswerError(f"{where} {head} are not modelled by dora with kernels.loss: {loss}; use fp32")
     return ends
+
+
+def headless(spec: ModelSpec) -> ModelSpec:
+    """Return the shapes of a model without a head (``AutoModel``), of which a tied one has no tensor either."""
+    return replace(spec, tie_word_embeddings=True, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)

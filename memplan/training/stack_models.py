@@ -12,7 +12,7 @@ from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, TensorNames, layer_runs
 from memplan.model.tower import TEXTS
-from memplan.training.adapted_ends import untied, with_saved_cast
+from memplan.training.adapted_ends import headless, untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
@@ -105,8 +105,7 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         spec = _uncapped(spec)
     if setup.scores:
         return _scoring(model, spec, setup)
-    if setup.config.method.embedding is not None:
-        spec = _headless(spec)
+    spec = headless(spec) if setup.config.method.embedding is not None else spec
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 
 
@@ -286,11 +285,6 @@ def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
         replace(t, shape=(setup.score_count, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)
     ]
     return replace(model, spec=spec, inventory=tuple(inventory))
-
-
-def _headless(spec: ModelSpec) -> ModelSpec:
-    """Return the shapes of a model without a head (``AutoModel``), of which a tied one has no tensor either."""
-    return replace(spec, tie_word_embeddings=True, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
 
 
 @lru_cache(maxsize=1024)

@@ -52,6 +52,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what comes back from host memory on a CUDA stream of its own is not told as events"
     if config.images.per_row:
         return "what images pass through is not told as events"
+    if config.method.embedding is not None:
+        return "several forwards of one backward, or of a cached loss, are not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
     if plan.setup.teacher is not None:

@@ -21,6 +21,7 @@ from memplan.step.losses.cross_entropy import (
 from memplan.step.losses.divergence_loss import whole_divergence
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import (
+    answered,
     log_probabilities,
     model_loss,
     pair_log_probabilities,
@@ -123,7 +124,7 @@ def _alone(settings: EndSettings) -> bool:
 def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed: Value) -> tuple[Value, Value]:
     """Return the loss of logits that are there all at once, and those that loss backward still has."""
     with builder.tape.alive(normed):
-        logits = _logits(builder, settings, _answered(builder, settings, normed))
+        logits = _logits(builder, settings, answered(builder, normed, some=settings.answers))
         if settings.loss == "weighted-tokens":
             retained = model_loss(builder, logits)
         elif settings.block.code.returns_logits:
@@ -167,7 +168,7 @@ def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool =
         builder.tape.returned = logits = builder.cast(logits, 4)
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits, 1))  # the loop counts them
     with builder.tape.alive(normed):
-        logits = _logits(builder, settings, _answered(builder, settings, normed))
+        logits = _logits(builder, settings, answered(builder, normed, some=settings.answers))
         if settings.loss not in COMPARED and loss_inside:
             return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
     if settings.loss not in COMPARED:
@@ -188,18 +189,6 @@ def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
         return pair_log_probabilities(builder, wide, settings.pairs, nll=settings.chosen_nll)
     with builder.tape.alive(*(() if settings.answers else (wide,))):
         return log_probabilities(builder, wide, settings.metrics, answers=settings.answers)
-
-
-def _answered(builder: Builder, settings: EndSettings, x: Value) -> Value:
-    """Return what the head is given of tokens that a generated one follows, where it forms whole logits of them alone."""
-    if not settings.answers:
-        return x
-    cut = Value(x.storage, Quantity.ANSWERED_TOKENS, x.coefficient, x.element_bytes)
-    builder.tape.apply("slice", [(x, NEW)], cut, traits=SAVES_NOTHING)
-    if settings.block.regime.one_sequence:
-        return cut  # its rows lie in order
-    rows = builder.tape.value(Quantity.ANSWERED_TOKENS, x.width, x.element_bytes)
-    return builder.tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
 
 
 def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:

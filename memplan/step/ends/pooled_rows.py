@@ -45,4 +45,4 @@ def _chosen(builder: Builder, tokens: Value, *, masks: bool) -> Value:
         tape.apply("mul mask", [(tokens, NEW)], given, [mask])
     place = tape.make("place", tape.value(Quantity.SEQUENCES, 1, INDEX_BYTES))
     chosen = tape.value(Quantity.SEQUENCES, tokens.width, tokens.element_bytes)
-    return tape.apply("gather", [(given, NEW)], chosen, [place])
+    return tape.apply("gather", [(given, NEW)], chosen, [given, place])  # which backward asks for its size alone

@@ -228,3 +228,15 @@ def _half_of(tape: Tape, quantity: Quantity, coefficient: int) -> Value:
     value = tape.value(quantity, coefficient, 1, part=Part.LOGITS)
     value.element_bytes = 4
     return value
+
+
+def answered(builder: Builder, x: Value, *, some: bool) -> Value:
+    """Return what the head is given of tokens that a generated one follows, where it forms whole logits of them alone."""
+    if not some:
+        return x
+    cut = Value(x.storage, Quantity.ANSWERED_TOKENS, x.coefficient, x.element_bytes)
+    builder.tape.apply("slice", [(x, NEW)], cut, traits=SAVES_NOTHING)
+    if builder.settings.regime.one_sequence:
+        return cut  # its rows lie in order
+    rows = builder.tape.value(Quantity.ANSWERED_TOKENS, x.width, x.element_bytes)
+    return builder.tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)

@@ -42,12 +42,6 @@ def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:
     return batch
 
 
-def collated_form(setup: TrainingSetup, size: int) -> Form:
-    """Return what a collator has made, of ``size`` bytes a token: of the rows of a forward, or of those of all columns."""
-    embeds = setup.config.method.embedding is not None
-    return single_form(Part.ACTIVATIONS, Quantity.COLUMN_TOKENS if embeds else Quantity.TOKENS, size)
-
-
 def evaluated_rows(setup: TrainingSetup) -> Form:
     """Return the rows that an evaluation reads, beside those of the last step, which the loop still has names for.
 
@@ -57,7 +51,7 @@ def evaluated_rows(setup: TrainingSetup) -> Form:
     """
     if setup.stack.evaluates_in_place and not setup.evaluates_apart:
         return ZERO
-    return collated_form(setup, collated_bytes(setup))
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup))
 
 
 def generated_rows(setup: TrainingSetup) -> Form:

@@ -12,6 +12,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
+from memplan.training.rules.embedding_rules import embedding_problems, embedding_refusals
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.stack_rules import FLOATS, beside_codes
 
@@ -138,6 +139,8 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         yield path, f"{method.stage} has no reference model; leave it out"
     if method.rollout is not None:
         yield from _rollout_problems(config, method.rollout)
+    if method.embedding is not None:
+        yield from embedding_problems(config, method.embedding)
     yield from _teacher_problems(method)
     if config.kernels.loss == "divergence" and method.stage not in DISTILLED:
         yield ("kernels", "loss"), "divergence from a teacher's logits is the loss of distillation; leave it out"
@@ -207,6 +210,8 @@ def _another_way(stage: str, stack: Stack, catalog: Catalog) -> str:
     if (stack.model_code == "transformers" or stack.name == DEFAULT_STACK) and stage in catalog.stack("trl").stages:
         who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
         return f"; {who}: --stack trl"
+    if stage in catalog.stack("sentence-transformers").stages:
+        return "; as Sentence Transformers' own trainer runs it: --stack sentence-transformers"
     runs = stage in catalog.stack("transformers").stages
     return "; as transformers' Trainer runs it: --stack transformers" if runs else ""
 
@@ -227,7 +232,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     if stage == "reward" and stack.loop.value_head:
         yield from _beside_values(config, stack)
     comparison, reference = _comparison_refusals(config, stack, catalog), _reference_refusals(config, stack, hidden)
-    yield from islice(chain(comparison, reference, _run_refusals(config, stack)), 1)
+    rest = (reference, _run_refusals(config, stack), embedding_refusals(config, stack))
+    yield from islice(chain(comparison, *rest), 1)
 
 
 def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:

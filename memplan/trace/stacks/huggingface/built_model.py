@@ -247,7 +247,12 @@ def with_adapters(model: Any, inputs: StackInputs, chosen: list[str] | str | Non
     """
     with made_on(inputs.device):
         model = peft.get_peft_model(model, lora_config(inputs, chosen))
+    return adapters_cast(model, inputs.setup)
+
+
+def adapters_cast(model: Any, setup: TrainingSetup) -> Any:
+    """Return a model whose adapters are in the dtype that a setup says."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name:
-            parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])
+            parameter.data = parameter.data.to(TORCH_DTYPES[setup.adapter_dtype])
     return model

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memplan.catalog.config_keys.method_keys import Embedding
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
+from memplan.trace.stacks.huggingface.built_model import adapters_cast, loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.masked_rows import pads_rows
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.registry import StackInputs, StackRun
@@ -46,6 +46,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         if setup.config.adapter is not None:
             with made_on(inputs.device):
                 model.add_adapter(lora_config(inputs))
+            adapters_cast(model, setup)
         model.register_forward_hook(lambda _module, _features, made: _reached(recorder, made))
         rows = datasets.Dataset.from_dict({name: [""] * row_count(setup) for name in _columns(texts)})
         trainer: Any = SentenceTransformerTrainer(
@@ -82,7 +83,7 @@ def _sentence_model(inputs: StackInputs, texts: Embedding, folder: Path) -> Any:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0}, unk_token="word"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word").save_pretrained(folder)
     model.config.save_pretrained(folder)
-    with mock.patch.object(Transformer, "_load_model", lambda *_, **__: model):
+    with mock.patch.object(Transformer, "_load_model", return_value=model):
         transformer = Transformer(str(folder))
     pooling = Pooling(inputs.model.spec.hidden_size, pooling_mode=POOLINGS[texts.pooling])
     return SentenceTransformer(modules=[transformer, pooling], device=inputs.device).train()
