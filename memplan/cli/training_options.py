@@ -170,8 +170,8 @@ class MethodOptions:
         option(
             TRAINING,
             "--method NAME",
-            "Such as sft, dpo, classification or inference. Others are pretrain, kto, orpo, cpo, simpo and reward; those of "
-            "preferences run as TRL has them.",
+            "Such as sft, dpo, classification, embedding or inference. Others are pretrain, kto, orpo, cpo, simpo and "
+            "reward; those of preferences run as TRL has them.",
         ),
     ] = None
     context: Annotated[int, option(INFERENCE, "--context N", "Tokens of prompt and answer.", parser=_tokens)] = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memplan.catalog.config_keys.method_keys import Rollout
+from memplan.catalog.config_keys.method_keys import Embedding, Rollout
 from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
@@ -169,6 +169,9 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         yield f"rows of a micro-batch are joined to one of {joined:,} tokens, which attend under a mask of all by all"
     if method.stage == "sft":
         return
+    if method.embedding is not None:
+        yield _texts(method.embedding)
+        return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
     if plan.setup.generates_rows:
         yield from _own_rows(plan)
@@ -205,6 +208,16 @@ def _teacher(plan: MemoryPlan, teacher: FrozenModel) -> Iterator[str]:
         f"teacher: {teacher.model.spec.name}, frozen, {size:,} B of weights in {formats}{dtype}; its forward runs beside all that the "
         f"student's has left, and its logits stay until the loss is there ({plan.setup.config.method.divergence})"
     )
+
+
+def _texts(texts: Embedding) -> str:
+    """Return which texts pass through the model, and how they are compared."""
+    how = "each column in a forward of its own"
+    if texts.mini_batch_size is not None:
+        how = f"{texts.mini_batch_size} rows at a time, twice, the second time with gradients"
+    elif len(texts.forwards) < texts.columns:
+        how = f"the first column in a forward, and the {texts.columns - 1} others together in another"
+    return f"method embedding: {texts.columns} texts of each example, all of them of full length, {how}; pooling {texts.pooling}, loss {texts.loss}"
 
 
 ENGINES = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from memplan.importer.python.embedding_calls import ARGUMENTS, PACKAGES, TRAINER, model_and_loss
 from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import FROM_FILES, PARSED
 from memplan.importer.python.python_words import VARIABLES
@@ -27,12 +28,12 @@ TRAINERS: Mapping[str, str] = {
 }  # fmt: skip
 """TRL's trainers -> its script of each (trl/scripts, examples/scripts); those of trl/experimental (1.16.0) are refused by it."""
 PLAIN_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
-CONFIGS = (*(f"{name.removesuffix('Trainer')}Config" for name in TRAINERS), *PLAIN_ARGUMENTS)
+CONFIGS = (*(f"{name.removesuffix('Trainer')}Config" for name in TRAINERS), *PLAIN_ARGUMENTS, ARGUMENTS)
 """Classes of arguments, those of TRL's trainers first."""
 PLAIN_DEFAULTS = {"gradient_checkpointing": False, "bf16": False}
 """What transformers' own class of arguments hands on to a trainer of TRL's, whose defaults are others (trl/trainer/sft_trainer.py, 1.16.0, line 654)."""
-PLAIN = ("Trainer", "Seq2SeqTrainer")
-"""transformers' own trainers."""
+PLAIN = ("Trainer", "Seq2SeqTrainer", TRAINER)
+"""transformers' own trainers, and that of Sentence Transformers."""
 DIRECT: Mapping[str, tuple[str, str]] = {
     "TrainArguments": ("swift", "sft"),
     "SftArguments": ("swift", "sft"),
@@ -175,7 +176,10 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
         data=result.data,
         lines=result.lines,
         form="file",
-        words=(*(("trl", f"{TRAINERS[called]}.py") if called in TRAINERS else ("transformers", "Trainer")), *defaulted),
+        words=(
+            *(("trl", f"{TRAINERS[called]}.py") if called in TRAINERS else (PACKAGES[called], "Trainer")),
+            *defaulted,
+        ),
         absent=(*keys.absent, *_beyond(result, called)),
     )
 
@@ -207,6 +211,12 @@ def _take_model(result: _Taken, called: str) -> None:
     keys = result.keys
     given = _given(keys, called)
     loaded = next((word for word in keys.words if MODEL.fullmatch(word)), "")
+    if called == TRAINER:
+        for key, value, line in model_and_loss(keys):
+            result.data[key], result.lines[(key,)] = value, line
+        if result.data.pop("quantized", False) and "BitsAndBytesConfig" in keys.words:
+            result.all("BitsAndBytesConfig", "BitsAndBytesConfig")
+        return
     named = called in TRAINERS and any(type(given.get(name)) is str for name in ("0", "model"))
     if loaded and not named:  # else TRL loads it by its name, whatever else the program loads
         result.all(loaded, "model")

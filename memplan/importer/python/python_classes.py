@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from memplan.importer.python.python_settings import Settings, called_name, last_part, nodes_of, shown
 
-SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
+SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model", "SentenceTransformer")
 """Ends of the names of what settings are given to."""
 LIBRARIES = (
     "transformers",
+    "sentence_transformers",
     "trl",
     "peft",
     "unsloth",

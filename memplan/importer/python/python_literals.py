@@ -229,7 +229,7 @@ class Names:
     def _note_change(self, node: ast.stmt, inside: bool) -> None:
         """Note what is made of a class of settings, what its instance is given afterwards, and what a mapping is."""
         match node:
-            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(SETTINGS[:2]):
+            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(INSTANCES):
                 self.made[name] = called_name(function)
             case ast.Assign([ast.Attribute(ast.Name(name), key)], value) if name in self.made:
                 self.changed.append((self.made[name], key, value, node.lineno, inside))
@@ -307,9 +307,11 @@ def _tree(text: str) -> ast.Module:
 
 MOST_BITS = 4_096
 """Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
+INSTANCES = (*SETTINGS[:2], SETTINGS[-1])
+"""Ends of the names of classes whose instances are given settings as attributes too."""
 FIRST = "0"
 """The keyword of what is given first, without one."""
-PLACED = ("_from_pretrained", "Trainer", "get_peft_model", "run_exp", "DictDefault", "_sdp")
+PLACED = ("_from_pretrained", "Trainer", "get_peft_model", "run_exp", "DictDefault", "_sdp", "SentenceTransformer")
 """Ends of the names of calls whose first arguments count without a keyword."""
 
 

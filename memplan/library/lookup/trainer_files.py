@@ -40,6 +40,7 @@ STAGES = {
     "sft": "sft",
     "pretraining": "sft",
     "classification": "classification",
+    "embedding": "embedding",
     "dpo": "dpo",
     "ipo": "dpo",
     "kto": "kto",

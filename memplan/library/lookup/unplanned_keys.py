@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from memplan.catalog.config_keys.method_keys import Rollout
+from memplan.catalog.config_keys.method_keys import Embedding, Rollout
 from memplan.errors import CannotAnswerError, printable
 from memplan.training.rules.method_rules import DISTILLED, GENERATING
 
@@ -65,8 +65,9 @@ def method_keys(method: Mapping[str, Any], stage: str) -> dict[str, Any]:
     generated = stage in GENERATING or (stage in DISTILLED and "rollout" in method)
     rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if generated else {}
     rollout |= _taught(method) if stage in DISTILLED else {}
+    texts = {"embedding": planned_keys(method.get("embedding", {}), Embedding)} if stage == "embedding" else {}
     said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
-    return {**said, "stage": stage, **rollout, **keys}
+    return {**said, "stage": stage, **rollout, **texts, **keys}
 
 
 def _taught(method: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
 
 
 def _pairs(plan: MemoryPlan) -> str:
-    if plan.setup.rows_per_sample == 1:
+    if plan.setup.rows_per_sample == 1 or plan.setup.config.method.embedding is not None:
         return ""
     return " pair" if plan.micro_batch_size == 1 else " pairs"
 
