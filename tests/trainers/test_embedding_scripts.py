@@ -31,7 +31,7 @@ def test_a_program_says_its_model_its_length_its_batch_and_its_loss(tmp_path):
     answer = planned(tmp_path)
     assert (answer.training["micro_batch_size"], answer.training["sequence_length"]) == (16, 384)
     assert answer.training["stack"] == "sentence-transformers"
-    assert answer.training["weights"]["default"] == "bf16"
+    assert answer.training["weights"]["hidden_matrix"] == "bf16"
     texts = answer.training["method"]["embedding"]
     assert (texts["columns"], texts["loss"], texts["mini_batch_size"]) == (2, "in-batch-negatives", None)
 
