@@ -81,7 +81,8 @@ def _sentence_model(inputs: StackInputs, texts: Embedding, folder: Path) -> Any:
     """Return a model with its pooling, as ``SentenceTransformer`` loads it, and a tokenizer of one word."""
     model = loaded_model(inputs)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0}, unk_token="word"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word").save_pretrained(folder)
+    kind: Any = transformers.PreTrainedTokenizerFast
+    kind(tokenizer_object=words, pad_token="word").save_pretrained(folder)
     model.config.save_pretrained(folder)
     with mock.patch.object(Transformer, "_load_model", return_value=model):
         transformer = Transformer(str(folder))
