@@ -289,6 +289,7 @@ REASONS = {
     "cli/main.py": "typer.echo prints the version through the guarded stream",
     "documents/opening.py": "it opens for reading, and says with which flags",
     "dryrun/files/sandboxed_files.py": "files in the folder that stands in for where a script writes",
+    "dryrun/files/sandboxed_paths.py": "a copy in that folder of a file that a script changes",
     "dryrun/script_child.py": "a pipe to the process that asked for the run",
     "dryrun/stack_scripts/unsloth_job.py": "a job and its model's config in a temporary folder, which goes with the trace",
     "dryrun/script_process.py": "a pipe to the process that runs the script",

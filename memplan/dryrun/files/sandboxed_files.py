@@ -129,6 +129,14 @@ class SandboxedFiles:
         make_folders(self._paths.written(path, apart))
         return apart
 
+    def of_parts(self, module: Any) -> dict[str, Callable[..., Any]]:
+        """Return what stands for the functions of ``torch.distributed.checkpoint``."""
+        return {
+            "save": self.saved_parts,
+            "async_save": self.saved_parts_later,
+            "load": self.loaded_parts(module.load),
+        }
+
     def saved_parts(
         self, state_dict: Any, *_: Any, checkpoint_id: Any = None, storage_writer: Any = None, **__: Any
     ) -> None:

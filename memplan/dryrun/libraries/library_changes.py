@@ -60,11 +60,10 @@ def known_libraries(
         computing_again: Watches a function that runs layers again in backward.
         kernels: ``cpu`` where TRL is to find no Triton, as without a GPU.
     """
-    parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
         changes = arrow_changes(files, stack) | {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(
-                replaced(module, {**parts, "load": files.loaded_parts(module.load)})
+                replaced(module, files.of_parts(module))
             ),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
             "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
