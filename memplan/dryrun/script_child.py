@@ -3,6 +3,7 @@
 The script runs as ``python`` would run it: by its own name, with its own arguments, its folder first in the path.
 """
 
+import copy
 import ctypes
 import logging
 import os
@@ -236,21 +237,17 @@ def _fullest(
     recorder: LiveRecorder, vocab_size: int, requested: int | None = None
 ) -> tuple[int, Trace, tuple[int, ...]]:
     """Return the step that needs most, the last of equals, or the one asked for; its trace; and the peak of each, with what comes before."""
-    ends = [begin for begin, _ in recorder.step_marks[1:]] + [len(recorder.events)]
-    peaks = _peaks(recorder, ends)
+    seen = copy.copy(recorder)  # what goes while it is summed up, cycles of the last step, is told to the other
+    seen.events, seen.marks = list(recorder.events), list(recorder.marks)
+    ends = [begin for begin, _ in seen.step_marks[1:]] + [len(seen.events)]
+    peaks = _peaks(seen, ends)
     number = max(range(len(peaks)), key=lambda step: (peaks[step], step)) if requested is None else requested
-    recorder.steady_from, recorder.steady_mark = recorder.step_marks[number]
-    whole = recorder.events, recorder.marks, recorder.records
-    last = number + 1 == len(ends)
-    if not last:
-        event, mark = recorder.step_marks[number + 1]
-        recorder.events, recorder.marks = recorder.events[:event], recorder.marks[:mark]
-        known = 1 + max((index for _, index in recorder.events), default=-1)
-        recorder.records = recorder.records[:known]
-    trace = assembled(recorder, vocab_size)
-    recorder.events, recorder.marks, recorder.records = whole
-    recorder.steady_from, recorder.steady_mark = recorder.step_marks[-1]
-    return number, trace, peaks
+    seen.steady_from, seen.steady_mark = seen.step_marks[number]
+    if number + 1 < len(ends):
+        event, mark = seen.step_marks[number + 1]
+        del seen.events[event:], seen.marks[mark:]
+        seen.records = seen.records[: 1 + max((index for _, index in seen.events), default=-1)]
+    return number, assembled(seen, vocab_size), peaks
 
 
 def _peaks(recorder: LiveRecorder, ends: list[int]) -> tuple[int, ...]:

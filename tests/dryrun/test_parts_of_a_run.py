@@ -27,6 +27,7 @@ from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.errors import UnknownNameError
 from memplan.library.runs.dry_run_answer import budgeted_job, findings
+from memplan.trace.recording.assembly import assembled
 
 LINES = ScriptLines(__file__)
 GIB = 2**30
@@ -50,6 +51,22 @@ def test_the_fullest_step_may_be_an_earlier_one():
     assert (trace.peak_bytes, trace.peak.operation) == (4096, "made in step 2")
     assert not trace.instants.keys() & {"end of step 1", "end of step 3"}
     assert len(recorder.records) == 3
+
+
+def test_what_goes_while_a_run_is_summed_up_is_none_of_the_fullest_step(monkeypatch):
+    recorder = recorder_of(GIB)
+    for step, size in enumerate((4096, 1024), start=1):
+        recorder.next_step()
+        recorder.instant("forward")
+        recorder._born(size, f"made in step {step}", (size // 4,))
+
+    def assembled_late(given, *rest):
+        recorder.events.append((False, 1))  # a cycle of the last step is collected
+        return assembled(given, *rest)
+
+    monkeypatch.setattr("memplan.dryrun.script_child.assembled", assembled_late)
+    number, trace, _ = _fullest(recorder, 0, 1)
+    assert (number, len(trace.storages), len(trace.events)) == (1, 1, 1)
 
 
 def test_a_share_of_the_card_that_a_script_allows_itself_is_a_limit():

@@ -11,13 +11,9 @@ Source:
     unsloth_zoo 2026.10.9, tokenizer_utils.py (``fix_untrained_tokens``).
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +25,7 @@ from torch import Tensor
 from memplan.dryrun.files.sandboxed_files import SandboxedFiles, prepared_rows
 from memplan.dryrun.files.sandboxed_paths import make_folders
 from memplan.dryrun.libraries.arrow_files import arrow_changes
+from memplan.dryrun.libraries.changed_modules import Change, changed_when_imported
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.known_values import KnownValues
@@ -61,38 +58,46 @@ def known_libraries(
         kernels: ``cpu`` where TRL is to find no Triton, as without a GPU.
     """
     with ExitStack() as stack:
-        changes = arrow_changes(files, stack) | {
-            "torch.distributed.checkpoint": lambda module: stack.enter_context(
-                replaced(module, files.of_parts(module))
-            ),
-            "transformers.modeling_utils": lambda module: _without_weights(module, stack),
-            "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
-            "transformers.trainer": lambda module: calls.watch(module, stack),
-            "torch.utils.cpp_extension": lambda module: stack.enter_context(
-                replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
-            ),
-            "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
-            "peft.tuners.boft.layer": lambda module: stack.enter_context(replaced(module, _OF_BOFT)),
-            "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
-            "pynvml": lambda module: stack.enter_context(replaced(module, _driver())),
-            "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
-            "trl.kernels.chunked_logprob": lambda module: _silent(module, stack, kernels == "cuda"),
-            "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
-                replaced(module, {"fix_untrained_tokens": lambda *_, **__: None})
-            ),
-            "unsloth_zoo.gradient_checkpointing": lambda module: stack.enter_context(
-                replaced(
-                    module.UnslothCheckpointFunction, {"apply": computing_again(module.UnslothCheckpointFunction.apply)}
-                )
-            ),
-            "trl.trainer.utils": lambda module: stack.enter_context(
-                replaced(module, {"_use_triton": lambda _: kernels == "cuda"})
-            ),
-        }
+        changes = (
+            arrow_changes(files, stack)
+            | _changes_of_torch(files, stack)
+            | {
+                "transformers.modeling_utils": lambda module: _without_weights(module, stack),
+                "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
+                "transformers.trainer": lambda module: calls.watch(module, stack),
+                "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
+                "peft.tuners.boft.layer": lambda module: stack.enter_context(replaced(module, _OF_BOFT)),
+                "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
+                "pynvml": lambda module: stack.enter_context(replaced(module, _driver())),
+                "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
+                "trl.kernels.chunked_logprob": lambda module: _silent(module, stack, kernels == "cuda"),
+                "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
+                    replaced(module, {"fix_untrained_tokens": lambda *_, **__: None})
+                ),
+                "unsloth_zoo.gradient_checkpointing": lambda module: stack.enter_context(
+                    replaced(
+                        module.UnslothCheckpointFunction,
+                        {"apply": computing_again(module.UnslothCheckpointFunction.apply)},
+                    )
+                ),
+                "trl.trainer.utils": lambda module: stack.enter_context(
+                    replaced(module, {"_use_triton": lambda _: kernels == "cuda"})
+                ),
+            }
+        )
         stack.enter_context(_whatever_is_imported(notes))
         stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
         yield
+
+
+def _changes_of_torch(files: SandboxedFiles, stack: ExitStack) -> dict[str, Change]:
+    """Return what is called with each of torch's modules that is to be changed, by its name."""
+    extensions = dict.fromkeys(("load", "load_inline"), _refused_extension)
+    return {
+        "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, files.of_parts(module))),
+        "torch.utils.cpp_extension": lambda module: stack.enter_context(replaced(module, extensions)),
+    }
 
 
 @contextmanager
@@ -296,50 +301,3 @@ def _silent(module: Any, stack: ExitStack, has_triton: bool) -> None:
     names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
     idle: Any = lambda *_, **__: None  # noqa: E731
     stack.enter_context(replaced(module, dict.fromkeys([name for name in names if hasattr(module, name)], idle)))
-
-
-Change = Callable[[Any], None]
-
-
-class _Changes(MetaPathFinder):
-    def __init__(self, changes: Mapping[str, Change]) -> None:
-        self._changes, self._busy = changes, set[str]()
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module that is to be changed, found by the others."""
-        del path, target
-        if name not in self._changes or name in self._busy:
-            return None
-        self._busy.add(name)
-        try:
-            spec = find_spec(name)
-        finally:
-            self._busy.discard(name)
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        run, change = loader.exec_module, self._changes[name]
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            change(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-@contextmanager
-def changed_when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Call a function with each of the modules named, as soon as it is imported.
-
-    Args:
-        changes: Name of a module -> what is called with it.
-    """
-    for name in changes.keys() & sys.modules.keys():
-        changes[name](sys.modules[name])
-    finder = _Changes(changes)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
