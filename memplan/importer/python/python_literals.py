@@ -54,7 +54,8 @@ def python_keys(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree, modules = with_modules(_tree(text), files, _tree)
-            return _keys(tree, name, Names(tree, flags or {}, files, environment, modules))
+            names = Names(tree, flags or {}, files, environment, modules)
+            return _keys(tree, name, Names(tree, flags or {}, files, environment, modules, whole=names))
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
@@ -176,8 +177,10 @@ class Names:
         environment: Mapping[str, str] | None = None,
         modules: Mapping[str, int] | None = None,
         values: Mapping[str, Any] | None = None,
+        whole: Names | None = None,
     ) -> None:
-        """Read a file, with what :func:`python_keys` is given, where modules end, and what names are before it."""
+        """Read a file, with what :func:`python_keys` is given, where modules end, what names are before it, and the file as it was read once."""
+        self.whole = whole or self
         self.opened = opened_files(tree)
         self.files = files
         self.given: dict[str, list[tuple[int, Any]]] = {name: [(0, value)] for name, value in (values or {}).items()}
@@ -275,11 +278,18 @@ class Names:
 
     def at(self, name: str, line: int) -> Any:
         """Return what a name is at a line; where no statement gives it anything, what an argument of a function is by default."""
-        if name not in self.given:
-            default = self.defaults.get(name) or self.settings.single.get(name)
-            return Expression(name) if default is None else value_of(default, self, max(line, default.lineno))
-        values = [value for set_at, value in self.given[name] if set_at < line]
-        return values[-1] if values else Expression(name)
+        values = [value for set_at, value in self.given.get(name, ()) if set_at < line]
+        default = self.defaults.get(name) or self.settings.single.get(name)
+        if values or default is None:
+            return values[-1] if values else Expression(name)
+        if (
+            shown(default) == name
+        ):  # handed on under its own name: what it is, where that is one thing in the whole file
+            known = [] if self.whole is self else [value for _, value in self.whole.given.get(name, ())]
+            return known[0] if known and all(value == known[0] for value in known) else Expression(name)
+        if name in self.given and self.whole is self:
+            return Expression(name)
+        return value_of(default, self.whole, max(line, default.lineno))
 
     def last(self) -> dict[str, tuple[int, Any]]:
         """Return what names are in the end, and where they were given it."""

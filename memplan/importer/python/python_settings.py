@@ -283,6 +283,8 @@ def parameters(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr
         others = [value for value in several if value is None or shown(value) != one]  # handed on under the same name
         if others and others[0] is not None and len({value and shown(value) for value in others}) == 1:
             known[one] = others[0]
+        elif not others and several and several[-1] is not None:
+            known[one] = several[-1]
     return known
 
 
