@@ -59,6 +59,13 @@ def test_a_stack_without_a_program_is_refused():
         trace_stack("megatron", None)
 
 
+def test_a_plain_loop_that_deepspeed_would_run_is_not_traced_without_it():
+    engine = {"parallel.engine": "deepspeed", "parallel.zero_stage": 2, "master_weights": "fp32"}
+    keys = {**engine, "optimizer.default": "adamw-fp32"}
+    with pytest.raises(CannotAnswerError, match="without DeepSpeed; use --stack transformers"):
+        memplan.trace("llama-3.2-1b", config="bf16-adamw", stack="plain-loop", set=keys)
+
+
 def test_code_of_another_version_than_the_formulas_is_said(traced, make_setup):
     said = "the formula is that of transformers 4.51;"
     assert not any(said in note for note in traced().notes)

@@ -18,7 +18,7 @@ import torch
 from memplan.catalog.stacks import Stack
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.model import Model
-from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
@@ -152,8 +152,13 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
         CannotAnswerError: There is no program for that stack, a package is missing, or the library cannot do the job.
     """
     program = program_of(name)
-    if inputs.setup.config.parallel.data > 1 and name not in ON_SEVERAL_GPUS:
+    parallel = inputs.setup.config.parallel
+    if parallel.data > 1 and name not in ON_SEVERAL_GPUS:
         raise CannotAnswerError(f"parallel.data: the code of stack {name} is traced on one GPU only")
+    if runs_engine(parallel) and name not in ON_SEVERAL_GPUS:
+        raise CannotAnswerError(
+            f"parallel.engine: the code of stack {name} is traced without DeepSpeed; use --stack transformers"
+        )
     cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
     recorder = _recorder(inputs.setup)("meta", _own_files(), cublas_bytes=cublas)
     if is_sharded(inputs.setup.config.parallel):
