@@ -138,12 +138,12 @@ class ModelTensors:
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
         apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
         tables = apart * (layers or spec.rotary_tables) or 1  # learned positions have their numbers alone
-        kept = self._kept()
-        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs) - sum(kept)
+        own = self._of_modules()
+        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs) - sum(own)
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
-        return [*batch, *[positions // tables] * tables, *codecs, *kept, *[rest // whole] * whole]
+        return [*batch, *[positions // tables] * tables, *codecs, *own, *[rest // whole] * whole]
 
-    def _kept(self) -> list[int]:
+    def _of_modules(self) -> list[int]:
         """Return the bytes of each mask and each table that layers, or the model, of transformers' keep."""
         stack, spec = self._inputs.setup.stack, self._inputs.spec
         layers = spec.num_hidden_layers
