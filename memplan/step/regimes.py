@@ -68,7 +68,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         pads_mask=masked and length % MASK_COLUMNS > 0,
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"
         and not setup.config.parallel.zero_stage
-        and (length != spec.max_position_embeddings or codes),
+        and (length != spec.max_position_embeddings or codes or setup.autocast),
         sorts_positions=learned and (tokens if code.counts_positions else length) > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
         staged=waits_on_host(spec, setup, tokens),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from memplan.allocator.streams.stream_replay import Stream
+from memplan.plan.reserve.simulation import events_of
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
 from tests.survey.stacks.stack_records import catalog_at, read_records
@@ -104,3 +106,18 @@ def test_autocast_keeps_no_copies_of_the_transposes_that_falcon_multiplies_by():
     instants = dict(planned(StackJob.read(TRANSPOSED), catalog_at("")).instants)
     assert instants["evaluation"] == pytest.approx(40_519_094_172, rel=0.002)  # as its own code was traced
     assert instants["forward"] == pytest.approx(44_906_315_236, rel=0.001)  # whose graph has saved them
+
+
+WHOLE_LENGTH = """{"card": "8.0", "model": {"head_dim": null, "hidden_size": 1536, "intermediate_size": 64, "max_position_embeddings":
+2048, "model_type": "phi", "num_attention_heads": 12, "num_hidden_layers": 2, "num_key_value_heads": 12,
+"partial_rotary_factor": 0.5, "qk_layernorm": false, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+"tie_word_embeddings": false, "vocab_size": 32000}, "reentrant": false, "training": {"adapter": {"dropout": 0.0,
+"kind": "lora", "rank": 8, "targets": ["value", "mlp"]}, "compute_dtype": "bf16", "description": "", "evaluation":
+true, "gradient_accumulation_steps": 2, "micro_batch_size": 2, "optimizer": {"default": "adamw-fp32"},
+"sequence_length": 2048, "stack": "litgpt", "weights": {"default": "fp32"}}}"""
+
+
+def test_tables_of_litgpt_stay_wide_under_autocast_at_its_longest_rows_too():
+    events = events_of(planned(StackJob.read(WHOLE_LENGTH), catalog_at("")))
+    reserved = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks().reserved_bytes
+    assert reserved == 4_366_270_464  # of the events of its own code; 24 % more by tables in bf16
