@@ -40,12 +40,19 @@ def refuse_generation(spec: ModelSpec, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: Attention step by step, within a window, over compressed keys, or without keys.
     """
+    if not setup.caches_generated and any(run.layer.mixture is not None for run in spec.runs):
+        # ``_optimize_model_for_decode`` in transformers/generation/utils.py (5.24.0), by which each routed row has its expert's weights
+        raise CannotAnswerError(
+            f"{setup.name}: method.rollout: generation by experts without a cache is not modelled, for which their weights are gathered row "
+            "by row; use activation_checkpointing: none, or leave method.rollout out"
+        )
     parts = {type(run.layer.attention) for run in spec.runs}
     within = 0 < spec.window <= setup.config.sequence_length
     if parts != {Attention} or within or setup.profile.attention == "eager":
         why = "a window" if within else "eager attention" if parts == {Attention} else "such attention"
+        instead = "leave method.rollout out" if setup.generates_rows else "use vllm or server"
         raise CannotAnswerError(
-            f"{setup.name}: method.rollout.engine: generation by a model with {why} is not modelled; use vllm or server"
+            f"{setup.name}: method.rollout.engine: generation by a model with {why} is not modelled; {instead}"
         )
 
 

@@ -1,12 +1,29 @@
 """Plans of a student that learns from a teacher, as a user sees them."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.planned_job import plan_by_share
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
+from tests.survey.stacks.stack_records import catalog_at
 
 STUDENT, TEACHER = "qwen2.5-0.5b", "qwen2.5-1.5b"
+TRACED = json.loads((Path(__file__).parent / "distilled_steps.json").read_text())
+"""What TRL's own code did, on tensors without memory: ``python -m tests.survey.stacks --stack trl --stage distillation --seed 20261201``."""
+
+
+@pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
+def test_a_plan_is_what_trls_own_code_did(record):
+    plan = planned(StackJob.read(json.dumps(record["job"])), catalog_at(""))
+    assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
+    assert plan.persistent_bytes == record["persistent_bytes"]
+    for name, size in record["instants"].items():
+        assert dict(plan.instants).get(name, size) == pytest.approx(size, rel=0.02), name
 
 
 def plan(model=STUDENT, config="bf16-adamw", stack="trl", gpu="h200", **settings):

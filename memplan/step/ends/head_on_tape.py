@@ -22,6 +22,7 @@ from memplan.step.losses.divergence_loss import whole_divergence
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import (
     answered,
+    last_score,
     log_probabilities,
     model_loss,
     pair_log_probabilities,
@@ -245,7 +246,7 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
 def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) -> Value:
     """Record cross-entropy, of logits that are cast to fp32 first where it is ``wide``; return the loss."""
     if settings.scores:
-        return _last_score(builder, given)
+        return last_score(builder, given)
     if settings.compiled_loss:
         with builder.tape.alive(given):
             return compiled_cross_entropy(builder, given, named=settings.backward_at_once)
@@ -255,13 +256,6 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
             return divided_cross_entropy(builder, logits, settings.loss_bytes)
         how = {"shifted": settings.shifts_labels, "cut": settings.cuts_logits, "padded": settings.pads_labels}
         return cross_entropy(builder, logits, **how, loss_bytes=settings.loss_bytes)
-
-
-def _last_score(builder: Builder, scores: Value) -> Value:
-    """Record the loss over the scores of rows' last tokens, a few numbers; return it."""
-    # Source: ``compute_loss`` in trl/trainer/reward_trainer.py (1.16.0).
-    loss = builder.tape.value(ONE, 0, 4, part=Part.LOGITS)
-    return builder.tape.apply("score of the last token", [(scores, NEW)], loss, traits=SAVES_NOTHING)
 
 
 def _valued(builder: Builder, settings: EndSettings, normed: Value) -> Value:

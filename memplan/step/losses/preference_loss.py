@@ -240,3 +240,10 @@ def answered(builder: Builder, x: Value, *, some: bool) -> Value:
         return cut  # its rows lie in order
     rows = builder.tape.value(Quantity.ANSWERED_TOKENS, x.width, x.element_bytes)
     return builder.tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
+
+
+def last_score(builder: Builder, scores: Value) -> Value:
+    """Record the loss over the scores of rows' last tokens, a few numbers; return it."""
+    # Source: ``compute_loss`` in trl/trainer/reward_trainer.py (1.16.0).
+    loss = builder.tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return builder.tape.apply("score of the last token", [(scores, NEW)], loss, traits=SAVES_NOTHING)
