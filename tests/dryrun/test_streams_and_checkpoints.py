@@ -242,6 +242,11 @@ def test_parameters_without_a_shape_yet_go_to_the_gpu_when_they_have_one():
 def test_older_scripts_make_tensors_by_classes():
     with machine():
         assert torch.cuda.FloatTensor(2, 3).is_cuda
+        made = torch.ones(2, device="cuda")
+        assert [
+            tuple(one.shape) for one in (made.new(), made.new(2, 3), made.new(made.size()), made.new([1, 2, 3]))
+        ] == [(0,), (2, 3), (2,), (3,)]
+        assert (made.new(4, 2).zero_() @ made).is_cuda
         assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2]
         assert isinstance(torch.ones(2).type(torch.cuda.HalfTensor), torch.cuda.HalfTensor)
         assert torch.ones(2).type("torch.cuda.DoubleTensor").type() == "torch.cuda.DoubleTensor"

@@ -177,6 +177,7 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         "__format__": formatted,
         "data_ptr": lambda tensor: _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size(),
         "record_stream": lambda *_: None,
+        "new": _new,
     }
     shared: dict[str, Any] = {
         "data": property(data.__get__, set_data),  # type: ignore[attr-defined]
@@ -190,6 +191,14 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         replaced(Tensor, shared),
     ):
         yield
+
+
+def _new(tensor: Tensor, *given: Any) -> Tensor:
+    """Return a tensor of the same kind of a size, or of values, as older code asks for it."""
+    sizes = given[0] if len(given) == 1 and isinstance(given[0], torch.Size) else given or (0,)
+    if all(isinstance(one, int) for one in sizes):
+        return tensor.new_empty(tuple(sizes))
+    return torch.as_tensor(given[0], dtype=tensor.dtype, device=tensor.device)
 
 
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
