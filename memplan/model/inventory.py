@@ -80,7 +80,9 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
         kind = tensor.kind
         counts[kind] = counts.get(kind, 0) + tensor.count
     return tuple(
-        ParameterTensor("", shape, role, count, 0, 0, batched, 0, used, frozen, divided, turned)
+        ParameterTensor(
+            "", shape, role, count, used=used, frozen=frozen, divided=divided, batched=batched, transposed=turned
+        )
         for (role, shape, used, frozen, divided, batched, turned), count in counts.items()
     )
 
