@@ -282,8 +282,7 @@ def _forward(
         apart: The embedding's output where it is a tensor apart.
     """
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-    arguments += other_features(inputs, taped.tower)
-    named = named_embeddings(inputs, taped)
+    arguments, named = arguments + other_features(inputs, taped.tower), named_embeddings(inputs, taped)
     around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
@@ -312,8 +311,8 @@ def _forward(
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
-    pools = taped.settings.pooling is not None
-    called = pools or is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
+    pools = taped.settings.pooling is not None  # a call's arguments are named as long as it runs
+    called = pools or is_embedded_ahead(inputs.spec, inputs.setup)
     around += retained_arguments(inputs) - forgotten_keys(taped) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) + taped.handed.embedded if taped.lowest_turned is None else ZERO
     around += stashed_inputs(inputs, taped, len(taped.staged_widths))

@@ -55,7 +55,7 @@ def read_source(
     if path.suffix == NOTEBOOK:
         return _notebook(_json_value(text, name), path, environment)
     if path.suffix == ".py":
-        from memplan.importer.python.called_trainers import trainer_keys
+        from memplan.importer.python.calls.called_trainers import trainer_keys
         from memplan.importer.python.python_literals import python_keys
 
         return trainer_keys(python_keys(text, name, files=_files_beside(path), environment=environment))
@@ -133,8 +133,8 @@ def _notebook(document: Any, path: Path, environment: Mapping[str, str] | None) 
         InvalidFileError: It cannot be read, or holds neither.
     """
     from memplan.importer.files.notebook_script import notebook_script
-    from memplan.importer.python.called_trainers import trains
-    from memplan.importer.python.notebook_cells import code_cells, notebook_keys, python_cells
+    from memplan.importer.python.calls.called_trainers import trains
+    from memplan.importer.python.calls.notebook_cells import code_cells, notebook_keys, python_cells
     from memplan.importer.shell.shell_commands import shell_commands
 
     name = shown_path(path)
@@ -216,7 +216,7 @@ def program_keys(
         configured: Keys of the files that the command names.
         alone: Whether these would do without the program, which counts then where they are of its own classes.
     """
-    from memplan.importer.python.called_trainers import reads_file, trainer_keys, trains
+    from memplan.importer.python.calls.called_trainers import reads_file, trainer_keys, trains
     from memplan.importer.python.python_literals import python_keys
 
     try:
@@ -239,7 +239,7 @@ def started_by_program(path: Path, environment: Mapping[str, str]) -> tuple[Comm
         environment: Variables that it has.
     """
     from memplan.importer.files.program_commands import STARTS, program_commands
-    from memplan.importer.python.notebook_cells import python_cells
+    from memplan.importer.python.calls.notebook_cells import python_cells
 
     name = shown_path(path)
     text = read_text(path, MAXIMUM_NOTEBOOK_BYTES if path.suffix == NOTEBOOK else MAXIMUM_PARSED_BYTES)

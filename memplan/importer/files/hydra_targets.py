@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.importer.python.called_trainers import CONFIGS, PLAIN, TRAINERS, trainer_keys
+from memplan.importer.python.calls.called_names import CONFIGS, PLAIN, TRAINERS
+from memplan.importer.python.calls.called_trainers import trainer_keys
 from memplan.importer.sources.given_keys import Expression, GivenKeys
 
 TARGET = "_target_"

@@ -11,8 +11,8 @@ from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.memory_plan import MemoryPlan, Verdict, fullest_rank
 from memplan.plan.reserve.simulated_run import PLACEMENTS, Simulated, Simulation
-from memplan.step.events.event_stream import EventStream, RunEvents
-from memplan.step.events.model_passes import WrittenModel, libraries_of
+from memplan.step.events.event_stream import EventStream, RunEvents, libraries_of
+from memplan.step.events.model_passes import WrittenModel
 from memplan.step.events.ranks.step_of_rank import step_player
 from memplan.step.events.step_events import STEPS
 from memplan.step.model_on_tape import model_on_tape

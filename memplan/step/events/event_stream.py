@@ -1,19 +1,29 @@
 """Allocations and frees in order, put together from the parts of a step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
 from memplan.step.playing.section_events import SectionEvents
-from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
+from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE, Codes, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity
+from memplan.units import MIB
 
 Libraries = dict[str, int]
 """Libraries that have made no workspace yet in a thread, and the bytes of one."""
 
+CUBLASLT_WORKSPACE_BYTES = MIB
+"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
+
 UseUp = Callable[[str, int], None]
 """Writes the events of the update of the weight of a name from the gradient in a storage, which it lets go."""
+
+
+def libraries_of(library_bytes: int) -> Mapping[str, Libraries]:
+    """Return the libraries whose workspaces forward and backward make, given the bytes of a cuBLAS workspace; 0 for none."""
+    libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
+    return {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
 
 
 def _none(name: str, gradient: int) -> None:

@@ -22,19 +22,15 @@ from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
 from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
+from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode, Weight
 from memplan.step.units.collated_rows import evaluated_rows
 from memplan.training.rules.method_rules import REFERRED
-from memplan.units import MIB
 
 VERIFIED, EVALUATED = 2, 3
 """Batches that LitGPT's loops evaluate before the first step (``max_iters=2`` in litgpt/finetune/lora.py and full.py, 0.5.13), and
 behind one, where more are like the last."""
-
-CUBLASLT_WORKSPACE_BYTES = MIB
-"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,6 @@ class WrittenModel:
     values: Sequence[int]  # Values of the quantities that sizes are made of: of the step
     evaluated_values: Sequence[int]  # and of a forward that evaluates
     libraries: Mapping[str, Libraries]  # Libraries that have made no workspace yet, of ``forward`` and of ``backward``
-
-
-def libraries_of(library_bytes: int) -> Mapping[str, Libraries]:
-    """Return the libraries whose workspaces forward and backward make, given the bytes of a cuBLAS workspace; 0 for none."""
-    libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
-    return {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
 
 
 class ModelPasses:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.errors import InvalidFileError
-from memplan.importer.python.called_trainers import trainer_keys
+from memplan.importer.python.calls.called_trainers import trainer_keys
 from memplan.importer.python.python_literals import python_keys
 from memplan.importer.python.python_values import Files
 from memplan.importer.sources.given_keys import GivenKeys
