@@ -67,6 +67,10 @@ def commands_within(keys: GivenKeys, question: Question, path: Path | None = Non
     return commands if any(is_owned(command.job, heads) or command.config for command in commands) else ()
 
 
+MOST_TRIED = 50
+"""Commands of a script that are read one after the other where none is a trainer's as it stands: each takes milliseconds."""
+
+
 def import_commands(
     commands: Sequence[CommandLine], question: Question, beside: Sequence[GivenKeys] = ()
 ) -> ImportedJob:
@@ -91,9 +95,9 @@ def import_commands(
 
 
 def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
-    """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
+    """Return the commands that are a trainer's as they stand; the first of them where none is, or there is one alone."""
     heads = question.mappings.heads() if len(commands) > 1 else ()
-    return [command for command in commands if is_owned(command.job, heads)] or commands
+    return [command for command in commands if is_owned(command.job, heads)] or commands[:MOST_TRIED]
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:

@@ -198,6 +198,14 @@ def test_a_file_of_thousands_of_mistakes_is_answered_or_refused_at_once(tmp_path
     check(outcome([str(path) if word == "{}" else word for word in command]), peak)
 
 
+def test_a_script_of_thousands_of_commands_that_are_no_trainers_is_refused_at_once(tmp_path):
+    path, peak = tmp_path / "launch.sh", peak_bytes()
+    path.write_text("".join(f"[a{number}]\n" for number in range(2500)))
+    ran = outcome(["import", str(path), "--gpus", "8"])
+    check(ran, peak)
+    assert ran.exit_code == 2
+
+
 @pytest.mark.slow
 def test_many_damaged_files_are_answered_or_refused(workplace):
     repeated(LONG_RUN - LONG_RUN // 10, damage_a_file, workplace)
