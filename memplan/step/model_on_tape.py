@@ -11,7 +11,7 @@ from memplan.step.blocks.block_settings import BlockSettings, Regime, block_sett
 from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
-from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
+from memplan.step.ends.head_on_tape import Head, Named, evaluated_head, head_on_tape
 from memplan.step.kernels.image_rows import has_images, masks_every_layer
 from memplan.step.layers.decoder_layer import Staged, layer_section
 from memplan.step.layers.handed_down import Handed, HandedDown
@@ -123,6 +123,11 @@ class ModelOnTape:
         if not saves or output.storage not in self.embedding.tape.saved_storages():
             return ZERO
         return single_form(Part.ACTIVATIONS, output.quantity, output.coefficient)
+
+    def head_alone(self, *, loss_inside: bool = True) -> Section:
+        """Return final norm, head and loss of a forward without gradients, given what the last layer returns."""
+        width = self.head.section.entry.element_bytes
+        return evaluated_head(self.settings, self.weights, width, loss_inside=loss_inside)
 
     def cast_biases(self) -> Iterator[CastBias]:
         """Yield the biases that layers cast for good, run by run."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import returned_before
-from memplan.step.ends.head_on_tape import evaluated_head, head_on_tape
+from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
@@ -235,7 +235,7 @@ def places_alone(
         if kind != EMBEDDING:
             below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind])
         yield kind, below + arguments + (ZERO if first else named), sections[kind]
-    yield HEAD, behind, evaluated_head(taped.settings, taped.weights, loss_inside=loss_inside)
+    yield HEAD, behind, taped.head_alone(loss_inside=loss_inside)
 
 
 def names_embedded(inputs: StepInputs) -> bool:

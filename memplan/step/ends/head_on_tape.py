@@ -148,14 +148,14 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
 
 
 @lru_cache(maxsize=MOST_ENDS)
-def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool = True) -> Section:
+def evaluated_head(settings: EndSettings, weights: Named, element_bytes: int, *, loss_inside: bool = True) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once.
 
     One outside the model runs when the model's names are gone. ``skip_logits`` of Liger's ``lce_forward`` is ``self.training`` (0.8.5).
     """
     builder = Builder(settings.block, dict(weights))
     settings = replace(settings, arguments=settings.arguments or NAMED)
-    entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
+    entry, normed = _final_norm(builder, settings, True, element_bytes)
     if settings.pooling is not None:
         return Section(builder.tape, entry, pooled(builder, normed, settings.pooling))
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":

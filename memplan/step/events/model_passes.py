@@ -8,7 +8,7 @@ from functools import partial
 
 from memplan.documents.frozen_values import dataclass
 from memplan.step.alive_around_layers import names_given
-from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
+from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.around_step import Around
 from memplan.step.events.chunk_events import loss_over_chunks
@@ -322,17 +322,16 @@ class ModelPasses:
     def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> list[int]:
         """Write forwards that save nothing; return the whole logits of answers that a loss's function has names for."""
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
-        head, named = forward_events(evaluated_head(taped.settings, taped.weights)), NO_STORAGE
+        head, named = forward_events(taped.head_alone()), NO_STORAGE
         own, logits = 0 if names_embedded(self.inputs) else None, list[int]()
         for _ in batches:
             arguments = ModelArguments(self.stream, self.inputs, taped, self._sections.values)
             given = [("", forward_events(taped.embedding)), *[("", layer) for layer in layers]]
             parts = self._runs(given, leaf=own, arguments=arguments, head=False)
             self.around.enter(len(parts))
-            _, below = parts[-1]
-            part = self._sections.section(head, below.output, below.output_owned)
-            arguments.all_named_by(part, [] if own is None else [parts[0][1].output])
             own_parts = [played for _, played in parts]
+            part = self._sections.section(head, own_parts[-1].output, own_parts[-1].output_owned)
+            arguments.all_named_by(part, [] if own is None else [own_parts[0].output])
             named = part.returns(self._libraries["forward"], named, None, partial(leave_region, own_parts))
             leave_region([*own_parts, part])
             self.stream.free_all(storage for _, played in parts for storage in played.cached)
