@@ -48,8 +48,8 @@ class TrainingSetup:
     reserve_bytes: int  # Memory of the device to leave free
     reserve_shares: Mapping[str, ReserveShare]  # Allocator -> what it needs beyond what it hands out
     hardware: HardwareTables  # What cards can do, and what is taken on them
-    # What steps routers that the stack leaves in fp32, by name and as an entry; None where it leaves none so.
-    wide_router_optimizer: tuple[str, Optimizer] | None = None
+    # What steps roles that the stack leaves in fp32 where a family's code does, by name and as an entry.
+    wide_optimizers: Mapping[Role, tuple[str, Optimizer]] = field(default_factory=dict)
     changed: bool = False  # Whether settings were changed on top of it
     # Families whose own code in the stack's library saves more than the stack says.
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from memplan.training.adapted_ends import headless, untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
+from memplan.training.wide_roles import with_wide_roles
 from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
@@ -60,31 +61,10 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
         setup = replace(setup, uncheckpointed=True)
     if model.spec.embedding_norm is not None:
         setup = replace(setup, widens_stream=True)
-    setup = _with_wide_routers(with_saved_cast(setup, model), model)
+    setup = with_wide_roles(with_saved_cast(setup, model), model)
     table = f"{model.spec.names.embedding}.weight"
     frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)
     return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen-as-loaded" else setup
-
-
-def _with_wide_routers(setup: TrainingSetup, model: Model) -> TrainingSetup:
-    """Return a setup in which routers, and what an optimizer keeps of them, are in fp32 where the stack leaves them so.
-
-    Source:
-        ``_keep_in_fp32_modules_strict`` in transformers/models/deepseek_v3/modeling_deepseek_v3.py (5.24.0), and in those of
-        DeepSeek V2, GLM-4.5, GLM-4.7 Flash and Nemotron-H. DeepSpeed casts whole models, routers too.
-    """
-    mixtures = (run.layer.mixture for run in model.spec.runs)
-    wide = any(part is not None and part.fp32_router for part in mixtures)
-    if (
-        not wide
-        or setup.wide_router_optimizer is None
-        or setup.format_names["router"] not in ("bf16", "fp16")
-        or setup.config.parallel.engine == "deepspeed"
-    ):
-        return setup
-    name, own = setup.wide_router_optimizer
-    setup = replace(setup, optimizer_names={**setup.optimizer_names, "router": name})
-    return replace(setup.with_floats({"router": "fp32"}), optimizers={**setup.optimizers, "router": own})
 
 
 def _built(model: Model, setup: TrainingSetup) -> Model:

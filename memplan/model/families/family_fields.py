@@ -81,6 +81,8 @@ class FamilyCode:
     # in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is ``parts-first``
     # with the second norm after attention; ``own`` is the bundled models' way.
     sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
+    # Whether a mixture gives its router and shared experts rows of all sequences as one matrix.
+    flattens_rows: bool = False
     shared_first: bool = False  # Whether shared experts run before routed ones, and their gate after these
     # Whether a probability of dropout that a model is released with applies to its embedding too.
     drops_embedding: bool = True
@@ -195,6 +197,7 @@ class Around(NamedTuple):
     # Of families with experts, what becomes of stacked ones under adapters on ``all-linear``, or on projections that experts
     # have too: PEFT leaves them (``left``), adapts them on ``all-linear`` alone, or for their projections' names too (``named``).
     adapted_experts: Literal["", "left", "all-linear", "named"] = ""
+    wide_norms: bool = False  # Whether norms stay in fp32 where weights are loaded in fp16 (``_keep_in_fp32_modules``)
 
 
 def runs_as(
@@ -205,17 +208,19 @@ def runs_as(
     dropouts: tuple[str, ...] | None = None,
     scores_dropout: str = "",
     adapted_experts: Literal["", "left", "all-linear", "named"] = "",
+    wide_norms: bool = False,
     **fields: Any,
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that says how transformers' code of a family computes, where it differs from that of Llama.
 
     Args:
-        scored: As in :class:`Around`, like the next five: every family says so.
+        scored: As in :class:`Around`, like the next six: every family says so.
         wrapped: Of families with a tower.
         ahead: Likewise.
         dropouts: Of families whose dropout of what is added to the residual stream is a module.
         scores_dropout: Of families in which one of attention's probabilities is called.
         adapted_experts: Of families with experts.
+        wide_norms: Of families that say so.
         fields: Those of :class:`FamilyCode` that differ.
 
     Source:
@@ -230,7 +235,7 @@ def runs_as(
         if fields.get("drops_residual") and fields.get("dropout_modules", "residual") in ("both", "residual"):
             assert dropouts, f"{builder.__name__}: which modules does a dropout stand behind?"
         vars(builder).update(
-            runs_as=fields, around=Around(scored, wrapped, ahead, dropouts, scores_dropout, adapted_experts)
+            runs_as=fields, around=Around(scored, wrapped, ahead, dropouts, scores_dropout, adapted_experts, wide_norms)
         )
         return builder
 

@@ -13,9 +13,9 @@ from memplan.model.spec import MixtureOfExperts
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import TOKENS, Builder, promoted
 from memplan.step.feed_forwards.feed_forward import activated
-from memplan.step.feed_forwards.mixture_of_experts import normalised, shared
+from memplan.step.feed_forwards.mixture_of_experts import flattened, normalised, shared
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, VIEW, Traits, Value
 
 ROWS = Quantity.EXPERT_ROWS
 INDEX_BYTES = 8
@@ -44,9 +44,7 @@ class _Names(NamedTuple):
 def expert_modules(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what routed experts, and shared ones after them, add to the residual stream."""
     names, tape = builder.settings.names, builder.tape
-    hidden = tape.view(x)
-    hidden.flat = True
-    tape.apply("view", [(x, SAME)], hidden, traits=SAVES_NOTHING)
+    hidden = flattened(builder, x)
     share, chosen = _shares(builder, hidden, part, f"{prefix}.{names.router}")
     total = tape.make("zeros", builder.fresh(hidden), hidden)
     mask = tape.make("one hot", _scratch(builder, INDEX_BYTES * part.experts_per_token * part.num_experts), chosen)

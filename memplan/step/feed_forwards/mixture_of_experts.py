@@ -15,6 +15,7 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, 
 def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what routed and shared experts add to the residual stream."""
     names, tape, code = builder.settings.names, builder.tape, builder.settings.code
+    x = flattened(builder, x) if code.flattens_rows else x
     with tape.alive(x):
         if code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
@@ -30,6 +31,13 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
         builder.named_values += [out] if code.names_routed else []
         with tape.alive(out, *(() if code.names_routed else named)):
             return builder.add(out, shared(builder, x, part, prefix))
+
+
+def flattened(builder: Builder, x: Value) -> Value:
+    """Return the rows of all sequences, as one matrix."""
+    rows = builder.tape.view(x)
+    rows.flat = True
+    return builder.tape.apply("view", [(x, SAME)], rows, traits=SAVES_NOTHING)
 
 
 def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:

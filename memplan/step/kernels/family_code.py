@@ -13,7 +13,7 @@ from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
 
-OWN = FamilyCode()
+OWN = FamilyCode(flattens_rows=True)
 TRANSFORMERS = FamilyCode(
     functions=True,
     promotes=True,

@@ -36,7 +36,7 @@ from memplan.training.rules.method_rules import (
     with_method_rules,
     with_outputs,
 )
-from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name, wide_router_optimizer
+from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name, wide_optimizer
 from memplan.training.rules.stack_rules import (
     activation_refusals,
     kbit_formats,
@@ -120,7 +120,7 @@ def _setup(
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers=_optimizers(optimizer_names, stack, catalog),
-        wide_router_optimizer=_wide_router_optimizer(config, stack, catalog),
+        wide_optimizers=_wide_optimizers(config, stack, catalog),
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_shares={name: catalog.tables.reserve_share(name, recipe.coded) for name in get_args(Allocator)},
@@ -156,10 +156,12 @@ def _whole(formats: Mapping[Role, str], catalog: Catalog) -> set[str]:
     return {name for name in formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
 
 
-def _wide_router_optimizer(config: TrainingConfig, stack: Stack, catalog: Catalog) -> tuple[str, Optimizer] | None:
-    """Return what steps routers that a stack leaves in fp32, by name and as an entry; None where it leaves none so."""
-    name = wide_router_optimizer(config, catalog)
-    return (name, catalog.optimizers[name]) if stack.models.wide_routers else None
+def _wide_optimizers(config: TrainingConfig, stack: Stack, catalog: Catalog) -> dict[Role, tuple[str, Optimizer]]:
+    """Return what steps roles that a stack leaves in fp32 where a family's code does, by name and as an entry."""
+    norms: list[Role] = ["norm"] if stack.model_code == "transformers" else []
+    routers: list[Role] = ["router"] if stack.models.wide_routers else []
+    names = {role: wide_optimizer(config, catalog, role) for role in (*norms, *routers)}
+    return {role: (name, catalog.optimizers[name]) for role, name in names.items()}
 
 
 def _optimizers(names: Mapping[Role, str], stack: Stack, catalog: Catalog) -> dict[Role, Optimizer]:

@@ -158,8 +158,8 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     return name
 
 
-def wide_router_optimizer(config: TrainingConfig, catalog: Catalog) -> str:
-    """Return the optimizer of routers that stay in fp32 beside weights in 16 bits: its states are as wide as they are."""
-    name, wide = optimizer_name(config, catalog, "router"), "adamw-fp32"
+def wide_optimizer(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
+    """Return the optimizer of a role that stays in fp32 beside weights in 16 bits: its states are as wide as it is."""
+    name, wide = optimizer_name(config, catalog, role), "adamw-fp32"
     alike = catalog.optimizers[name].implementation == catalog.optimizers[wide].implementation
     return wide if alike else name

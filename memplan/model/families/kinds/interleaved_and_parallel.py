@@ -81,7 +81,7 @@ def ernie4_5(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, tied=True)
 
 
-@runs_as(scored=True, interleaved="spread")
+@runs_as(scored=True, joins_none=True, interleaved="spread")
 def glm(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2024: Llama's layers with one matrix for both projections up, and half of a head rotated.
 
@@ -106,7 +106,7 @@ GLM4_NAMES = TensorNames(
 )
 
 
-@runs_as(scored=True, interleaved="spread")
+@runs_as(scored=True, joins_none=True, interleaved="spread")
 def glm4(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2025, without experts: GLM's layers with norms on both sides of each part.
 
@@ -196,7 +196,13 @@ NEOX_NAMES = TensorNames(
 )
 
 
-@runs_as(scored=True, sums="late", drops_residual=True, dropouts=("embed_in", "attention.dense", "mlp.dense_4h_to_h"))
+@runs_as(
+    scored=True,
+    joins_none=True,
+    sums="late",
+    drops_residual=True,
+    dropouts=("embed_in", "attention.dense", "mlp.dense_4h_to_h"),
+)
 def gpt_neox(config: ConfigValues) -> ModelSpec:
     """GPT-NeoX and Pythia: attention and feed-forward in parallel, each behind a norm of its own.
 
@@ -225,6 +231,7 @@ PHI_NAMES = TensorNames(
 
 @runs_as(
     scored=True,
+    joins_none=True,
     names_passed=True,
     sums="parts-first",
     drops_embedding=False,

@@ -25,7 +25,15 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
-@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True, adapted_experts="named")
+@runs_as(
+    scored=True,
+    joins_none=True,
+    shared_first=True,
+    flattens_rows=True,
+    balances=True,
+    norms_at_once=True,
+    adapted_experts="named",
+)
 def qwen3_next(config: ConfigValues) -> ModelSpec:
     """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
 
@@ -117,6 +125,7 @@ QWEN3_5_MOE: Mapping[str, Any] = {
     "sequence_tables": True,
     "joins_none": True,
     "shared_first": True,
+    "flattens_rows": True,
     "balances": True,
     "norms_at_once": True,
     "adapted_experts": "left",

@@ -137,6 +137,7 @@ def _rotating(config: ConfigValues, count: int) -> list[bool]:
     scored=True,
     names_norm=True,
     names_attention=True,
+    joins_none=True,
     names_passed=True,
     sums="residual-first",
     drops_residual=True,

@@ -41,7 +41,7 @@ def mixtral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
-@runs_as(scored=False, balances=True, adapted_experts="all-linear", norms_at_once=True)
+@runs_as(scored=False, joins_none=True, balances=True, adapted_experts="all-linear", norms_at_once=True)
 def minimax_m2(config: ConfigValues) -> ModelSpec:
     """MiniMax-M2: Mixtral's layers, half of a head rotated, all queries and keys normalised together, experts chosen by sigmoids.
 
@@ -66,7 +66,9 @@ def minimax_m2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, experts(config, mixture), norm))
 
 
-@runs_as(scored=True, balances=True, shared_first=True, masks=2, idle_mask=True, adapted_experts="left")
+@runs_as(
+    scored=True, balances=True, shared_first=True, flattens_rows=True, masks=2, idle_mask=True, adapted_experts="left"
+)
 def qwen2_moe(config: ConfigValues) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE: routed experts beside shared ones, which a learned gate scales.
 
@@ -164,7 +166,16 @@ def granitemoe(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(scored=True, balances=True, wide_scale=True, masks=2, masks_from=2, half_tables=True, adapted_experts="left")
+@runs_as(
+    scored=True,
+    balances=True,
+    wide_scale=True,
+    masks=2,
+    masks_from=2,
+    half_tables=True,
+    adapted_experts="left",
+    wide_norms=True,
+)
 def gpt_oss(config: ConfigValues) -> ModelSpec:
     """gpt-oss: attention sinks, biases, and experts stored (experts, in, out).
 
@@ -252,7 +263,7 @@ def youtu(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, None, tied=True)
 
 
-@runs_as(scored=False, adapted_experts="named")
+@runs_as(scored=False, joins_none=True, adapted_experts="named")
 def glm4_moe(config: ConfigValues) -> ModelSpec:
     """GLM-4.5 to 4.7 and Air: grouped queries, half of a head rotated, a few dense layers, then DeepSeek-V3's experts.
 

@@ -103,7 +103,7 @@ def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
 VISUAL, GLM_BLOCK = "model.visual", "model.visual.blocks.{}"
 
 
-@runs_as(scored=False, wrapped=True, ahead=False, sequence_tables=True, interleaved="by-model")
+@runs_as(scored=False, wrapped=True, ahead=False, sequence_tables=True, joins_none=True, interleaved="by-model")
 def glm4v(config: ConfigValues) -> ModelSpec:
     """GLM-4.1V and GLM-4.6V-Flash: GLM-4's layers of 2025 behind a tower with gated feed-forward parts, whose patches a convolution merges.
 
