@@ -96,3 +96,17 @@ def test_gradients_of_shared_experts_rows_are_added_in_place():
     events = events_of(planned(StackJob.read(SHARED_EXPERTS), catalog_at("")))
     reserved = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks().reserved_bytes
     assert reserved == 190_840_832  # of the trace's events; 11 % more with sums of their own
+
+
+DROPPED_INSIDE = """{"card": "9.0", "model": {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 27648, "model_type":
+"seed_oss", "num_attention_heads": 80, "num_hidden_layers": 2, "num_key_value_heads": 8, "tie_word_embeddings":
+false, "vocab_size": 155136}, "reentrant": true, "training": {"activation_checkpointing": "full",
+"clip_gradients": true, "compute_dtype": "bf16", "description": "", "gradient_accumulation_steps": 2, "kernels":
+{"attention": "eager"}, "micro_batch_size": 2, "optimizer": {"default": "adamw-bf16"}, "sequence_length": 200,
+"stack": "trl", "weights": {"default": "bf16"}}}"""
+
+
+def test_attention_that_drops_what_it_adds_has_names_for_its_heads_meanwhile():
+    events = events_of(planned(StackJob.read(DROPPED_INSIDE), catalog_at("")), 3)
+    reserved = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks().reserved_bytes
+    assert reserved == 26_547_847_168  # of the events of its own code; 5.7 % more where heads are gone before

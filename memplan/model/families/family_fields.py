@@ -153,6 +153,8 @@ class FamilyCode:
     adapts_parts: bool = False
     # Whether there is dropout of what is added to the residual stream, and not of attention's weights alone.
     drops_residual: bool = True
+    # Whether attention drops what it adds itself, beside all that it has names for.
+    drops_inside: bool = False
     # Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added to the
     # residual stream (``residual``), attention's weights, both or neither.
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"

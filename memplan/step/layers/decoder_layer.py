@@ -115,7 +115,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
     with builder.tape.alive(*((first,) if code.names_fed else ())):
-        part = builder.dropped(attention_part(builder, first, layer))
+        part = attention_part(builder, first, layer)
+        part = part if code.drops_inside else builder.dropped(part)
         builder.named_values += [part] if code.names_attention else []
         x = added(x, part)
     with builder.tape.alive(x):

@@ -33,6 +33,7 @@ GPT2_NAMES = GPT_NAMES._replace(
     names_fed=True,
     names_attention=True,
     drops_residual=True,
+    drops_inside=True,
     dropout_modules="both",
     dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
 )
@@ -125,6 +126,7 @@ GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj
     names_attention=True,
     passes_positions=False,
     drops_residual=True,
+    drops_inside=True,
     dropout_modules="both",
     dropouts=("wpe", "attn.attention.out_proj", "mlp.c_proj"),
     scores_dropout="attn.attention.out_proj",
@@ -238,6 +240,7 @@ def bloom(config: ConfigValues) -> ModelSpec:
     names_fed=True,
     names_attention=True,
     drops_residual=True,
+    drops_inside=True,
     dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
 )
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:

@@ -280,7 +280,7 @@ def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), norm), names=names)
 
 
-@runs_as(scored=True, drops_embedding=False, drops_residual=True, dropout_modules="neither")
+@runs_as(scored=True, drops_embedding=False, drops_residual=True, drops_inside=True, dropout_modules="neither")
 def seed_oss(config: ConfigValues) -> ModelSpec:
     """Seed-OSS: Llama's layers with biases of queries, keys and values, and dropout behind both parts of a layer.
 
@@ -297,7 +297,7 @@ def seed_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "residual_dropout"), default_dropout=0.1)
 
 
-@runs_as(scored=True, drops_residual=True, dropout_modules="neither")
+@runs_as(scored=True, drops_residual=True, drops_inside=True, dropout_modules="neither")
 def starcoder2(config: ConfigValues) -> ModelSpec:
     """StarCoder2: LayerNorm, biases everywhere, a feed-forward part of two matrices, and dropout behind both parts of a layer.
 
