@@ -110,3 +110,26 @@ def test_attention_that_drops_what_it_adds_has_names_for_its_heads_meanwhile():
     events = events_of(planned(StackJob.read(DROPPED_INSIDE), catalog_at("")), 3)
     reserved = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks().reserved_bytes
     assert reserved == 26_547_847_168  # of the events of its own code; 5.7 % more where heads are gone before
+
+
+DROPPED: dict[str, tuple[int, dict[str, object]]] = {
+    "bloom": (
+        130_708_488,
+        {"hidden_size": 512, "n_head": 4, "n_layer": 2, "vocab_size": 512, "tie_word_embeddings": True},
+    ),
+    "phi3": (95_792_716, {"pad_token_id": 0}),
+    "seed_oss": (93_713_996, {"head_dim": 128}),
+    "stablelm": (84_097_228, {}),
+}
+
+
+@pytest.mark.parametrize("family", DROPPED)
+def test_dropout_that_a_job_gives_applies_where_a_familys_code_has_any(family):
+    """Of these none drops embeddings, and StableLM nothing that attention adds."""
+    traced, keys = DROPPED[family]
+    job = json.loads(WHOLE_HEADS)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    job["model"] = {**(job["model"] | sizes if family != "bloom" else {}), **keys, "model_type": family}
+    job["training"].update(sequence_length=512, dropout=0.1, kernels={})
+    plan = planned(StackJob.read(json.dumps(job)), catalog_at(""))
+    assert plan.requested_bytes == pytest.approx(traced, abs=UNCOUNTED_BYTES)

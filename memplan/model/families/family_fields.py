@@ -84,8 +84,9 @@ class FamilyCode:
     # Whether a mixture gives its router and shared experts rows of all sequences as one matrix.
     flattens_rows: bool = False
     shared_first: bool = False  # Whether shared experts run before routed ones, and their gate after these
-    # Whether a probability of dropout that a model is released with applies to its embedding too.
-    drops_embedding: bool = True
+    # Which probability of dropout applies to what the embedding returns: none, one that a job gives, or one that a model is
+    # released with too.
+    drops_embedding: Literal["never", "given", "released"] = "released"
     # Whether the model scales what its embedding has returned, and not the embedding itself.
     scales_embedded: bool = False
     # Whether numbers multiply keys, gates, and what parts are given and add (Falcon-H1).
@@ -153,8 +154,8 @@ class FamilyCode:
     adapts_parts: bool = False
     # Whether there is dropout of what is added to the residual stream, and not of attention's weights alone.
     drops_residual: bool = True
-    # Whether attention drops what it adds itself, beside all that it has names for.
-    drops_inside: bool = False
+    # Where what attention adds is dropped: behind it, in its own function, beside all that this has names for, or nowhere.
+    drops_attention: Literal["behind", "inside", "never"] = "behind"
     # Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added to the
     # residual stream (``residual``), attention's weights, both or neither.
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"

@@ -150,6 +150,10 @@ class Builder:
         self.tape.apply("dropout", [(x, NEW)], (mask, out), [mask])
         return out
 
+    def dropped_behind(self, x: Value) -> Value:
+        """Return what attention adds after dropout, unless that was inside, or never is."""
+        return self.dropped(x) if self.settings.code.drops_attention == "behind" else x
+
     def copied(self, x: Value, *, moves: bool = True) -> Value:
         """Return a contiguous copy of ``x`` where its dimensions do not lie in order."""
         if not moves:

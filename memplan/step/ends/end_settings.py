@@ -88,7 +88,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
     """
     # Source: ``GPTNeoXForCausalLM.forward`` in transformers/models/gpt_neox/modeling_gpt_neox.py, lines 1200 to 1213 (4.46.3).
     narrow = spec.architecture in setup.stack.models.narrow_losses and not setup.scores
-    drops = block.code.drops_embedding or setup.config.dropout is not None
+    given, dropped = setup.config.dropout is not None, block.code.drops_embedding
+    drops = dropped == "released" or (given and dropped == "given")
     return EndSettings(
         block=block,
         vocab_size=setup.score_count or spec.vocab_size,

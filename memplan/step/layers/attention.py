@@ -67,7 +67,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             builder.named += [out] if code.adds_inside else []
             with builder.tape.alive(out, *builder.named):
                 result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
-            result = builder.dropped(result) if code.drops_inside else result
+            result = builder.dropped(result) if code.drops_attention == "inside" else result
         if code.names_all:  # as ``CausalSelfAttention.forward`` names them
             others = [x for x in (*heads.tensors, *named) if x.storage != whole.storage]
             builder.tape.touch(whole, *others, out)

@@ -115,8 +115,7 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
     with builder.tape.alive(*((first,) if code.names_fed else ())):
-        part = attention_part(builder, first, layer)
-        part = part if code.drops_inside else builder.dropped(part)
+        part = builder.dropped_behind(attention_part(builder, first, layer))
         builder.named_values += [part] if code.names_attention else []
         x = added(x, part)
     with builder.tape.alive(x):
@@ -283,7 +282,7 @@ def _parallel(builder: Builder, x: Value, layer: Layer) -> Value:
     with tape.alive(*(() if code.sums == "late" else (first,))):
         second = first if len(names) == 1 else None if code.sums == "late" else normed(1)
         with tape.alive(*(() if second is None else (second,))):
-            attended = builder.dropped(attention_part(builder, first, layer))
+            attended = builder.dropped_behind(attention_part(builder, first, layer))
         with tape.alive(attended):
             second = second or normed(1)
             with tape.alive(*(() if code.sums == "late" else (second,))):

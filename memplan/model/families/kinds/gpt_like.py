@@ -33,7 +33,7 @@ GPT2_NAMES = GPT_NAMES._replace(
     names_fed=True,
     names_attention=True,
     drops_residual=True,
-    drops_inside=True,
+    drops_attention="inside",
     dropout_modules="both",
     dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
 )
@@ -81,7 +81,7 @@ OPT_NAMES = TensorNames(
     feeds_inside=True,
     scales_projected=True,
     counts_positions=True,
-    drops_embedding=False,
+    drops_embedding="never",
     drops_residual=True,
     dropout_modules="neither",
 )
@@ -126,7 +126,7 @@ GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj
     names_attention=True,
     passes_positions=False,
     drops_residual=True,
-    drops_inside=True,
+    drops_attention="inside",
     dropout_modules="both",
     dropouts=("wpe", "attn.attention.out_proj", "mlp.c_proj"),
     scores_dropout="attn.attention.out_proj",
@@ -204,7 +204,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
     adds_inside=True,
     names_fed=True,
     passes_positions=False,
-    drops_embedding=False,
+    drops_embedding="never",
     drops_residual=True,
     dropout_modules="attention",
     scores_dropout="self_attention.dense",
@@ -240,7 +240,7 @@ def bloom(config: ConfigValues) -> ModelSpec:
     names_fed=True,
     names_attention=True,
     drops_residual=True,
-    drops_inside=True,
+    drops_attention="inside",
     dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
 )
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:

@@ -234,7 +234,7 @@ PHI_NAMES = TensorNames(
     joins_none=True,
     names_passed=True,
     sums="parts-first",
-    drops_embedding=False,
+    drops_embedding="given",
     drops_residual=True,
     dropouts=("embed_tokens", "self_attn.dense", "mlp.fc2"),
 )
@@ -286,6 +286,7 @@ FALCON_NAMES = TensorNames(
     own_products=True,
     names_norm=True,
     names_attention=True,
+    drops_embedding="never",
     drops_residual=True,
     dropout_modules="attention",
 )

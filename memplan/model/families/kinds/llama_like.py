@@ -94,7 +94,13 @@ def qwen3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
-@runs_as(scored=True, joins_rotated=True, drops_residual=True, dropouts=("self_attn.o_proj", "mlp.down_proj"))
+@runs_as(
+    scored=True,
+    joins_rotated=True,
+    drops_embedding="never",
+    drops_residual=True,
+    dropouts=("self_attn.o_proj", "mlp.down_proj"),
+)
 def phi3(config: ConfigValues) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4: Llama's layers with query, key, value and with gate, up in one matrix each.
 
@@ -140,6 +146,8 @@ def _rotating(config: ConfigValues, count: int) -> list[bool]:
     joins_none=True,
     names_passed=True,
     sums="residual-first",
+    drops_embedding="never",
+    drops_attention="never",
     drops_residual=True,
     dropouts=("mlp.down_proj",),
 )
@@ -280,7 +288,7 @@ def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), norm), names=names)
 
 
-@runs_as(scored=True, drops_embedding=False, drops_residual=True, drops_inside=True, dropout_modules="neither")
+@runs_as(scored=True, drops_embedding="never", drops_residual=True, drops_attention="inside", dropout_modules="neither")
 def seed_oss(config: ConfigValues) -> ModelSpec:
     """Seed-OSS: Llama's layers with biases of queries, keys and values, and dropout behind both parts of a layer.
 
@@ -297,7 +305,7 @@ def seed_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "residual_dropout"), default_dropout=0.1)
 
 
-@runs_as(scored=True, drops_residual=True, drops_inside=True, dropout_modules="neither")
+@runs_as(scored=True, drops_residual=True, drops_attention="inside", dropout_modules="neither")
 def starcoder2(config: ConfigValues) -> ModelSpec:
     """StarCoder2: LayerNorm, biases everywhere, a feed-forward part of two matrices, and dropout behind both parts of a layer.
 
