@@ -180,7 +180,7 @@ class Builder:
         names, code = self.settings.names, self.settings.code
         if ".lora_" in weight.name:
             return code.adapts_parts and not weight.name.endswith(f".{names.qkv}.lora_A.weight")
-        return code.own_linear and not weight.name.startswith(f"{names.head}.")
+        return code.own_linear and weight.name.startswith(names.layer)
 
     def cast_bias(self, bias: Weight, rows: int) -> int:
         """Return what a bias in another dtype takes while it is added; autocast saves its copy."""
