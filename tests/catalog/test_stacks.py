@@ -259,3 +259,12 @@ def test_a_kernel_that_a_stack_does_not_say_that_it_runs_is_refused(name):
             given = replace(config, stack=name, kernels=Kernels(**{key: word}))
             with pytest.raises(MemplanError, match=rf"kernels\.{key}"):
                 resolve(given, CATALOG, name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CATALOG.stacks[name].model_code == "transformers"])
+def test_models_are_those_of_the_transformers_that_a_stack_names(name):
+    """A stack that was described with an older transformers has its models, and not those of the newest."""
+    stack = CATALOG.stacks[name]
+    own = CATALOG.stack(f"plain-loop@{stack.versions['transformers']}").models
+    for key in ("own_positions", "hands_unread", "wide_routers", "returns_features"):
+        assert getattr(stack.models, key) == getattr(own, key), key
