@@ -75,6 +75,7 @@ def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
         return Owned(_calls_alone(keys, chosen), chosen, other_kind(keys, chosen))
     told = [head for head in heads if head.role != OTHER and _is_of(keys, head)]
     told = told or [head for head in heads if head.role == OTHER and _is_of(keys, head)]
+    told = [head for head in told if all(keys.value(name) is MISSING for name in head.without)] or told
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
     if not told:

@@ -43,6 +43,10 @@ def test_a_program_says_its_model_its_length_its_batch_and_its_loss(tmp_path):
         ("losses.CachedMultipleNegativesRankingLoss(model)", {"mini_batch_size": 32}),
         ("losses.TripletLoss(model)", {"columns": 3, "loss": "pairs"}),
         ("losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [256, 64])", {"merges": False}),
+        (
+            "losses.MatryoshkaLoss(model, losses.TripletLoss(model), [256, 64])",
+            {"merges": True, "columns": 3},
+        ),
         ("losses.CoSENTLoss(model)", {"loss": "pairs"}),
     ],
 )
@@ -62,6 +66,15 @@ def test_adapters_are_in_the_dtype_of_the_weights_that_they_are_put_on(tmp_path)
     [
         ("losses.AdaptiveLayerLoss(model, losses.CoSENTLoss(model))", "several layers"),
         ("losses.BatchHardTripletLoss(model)", "a loss with a graph of its own"),
+        ("losses.MultipleNegativesSymmetricRankingLoss(model)", "scores in two directions"),
+        (
+            "losses.MultipleNegativesRankingLoss(model, directions=('query_to_doc', 'doc_to_query'))",
+            "scores in several directions",
+        ),
+        (
+            "losses.MultipleNegativesRankingLoss(model, hardness_mode='in_batch_negatives', hardness_strength=9)",
+            "penalties of hard negatives",
+        ),
     ],
 )
 def test_other_losses_are_refused(tmp_path, loss, said):

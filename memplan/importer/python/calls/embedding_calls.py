@@ -27,6 +27,8 @@ WRAPPERS: Mapping[str, str] = {
     "AdaptiveLayerLoss": "adaptive_layers",
 }
 """Losses around another."""
+OF_LOSSES = ("mini_batch_size", "mini_batch_num_tokens", "gather_across_devices", "directions", "hardness_mode")
+"""Keywords of losses that move memory."""
 
 Taken = Iterator[tuple[str, Any, int]]
 """A key, its value, and the line that says it."""
@@ -61,6 +63,6 @@ def _losses(keys: GivenKeys) -> Taken:
     called = next(word for word in keys.words if word.endswith(loss))
     given = keys.data.get(called)
     yield "loss", loss, 1
-    for name in ("mini_batch_size", "mini_batch_num_tokens", "gather_across_devices"):
+    for name in OF_LOSSES:
         if isinstance(given, Mapping) and name in given:
             yield name, given[name], keys.lines.get((called, name), 1)
