@@ -64,7 +64,13 @@ def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Itera
     entry = taped.head.section.entry
     settings = replace(taped.settings, loss="logits")
     head = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section.played("first")
-    yield Instant("forward", PLACE, around + head.saved)
+    yield Instant("forward", PLACE, around + head.saved + _named_whole(inputs, taped))
+
+
+def _named_whole(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return the whole logits that a loop has a name for while a second model runs, which backward has no need of."""
+    width = 4 if inputs.setup.autocast else inputs.setup.compute_bytes
+    return single_form(Part.LOGITS, Quantity.TOKENS, width * taped.settings.vocab_size)
 
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
@@ -75,9 +81,7 @@ def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
     if inputs.setup.teacher is not None:
-        width = 4 if inputs.setup.autocast else inputs.setup.compute_bytes
-        whole = single_form(Part.LOGITS, Quantity.TOKENS, width * taped.settings.vocab_size)
-        yield Instant(EVALUATION, PLACE, around + whole)
+        yield Instant(EVALUATION, PLACE, around + _named_whole(inputs, taped))
     for form in _metrics(inputs, taped, around, graph=False):
         yield Instant(EVALUATION, "metrics", form)
 
