@@ -113,6 +113,32 @@ def test_what_a_plan_says_is_read_back_as_the_same_job():
             "by the model itself",
         ),
         ({"parallel__data": 2, "parallel__zero_stage": 3}, CannotAnswerError, "several GPUs"),
+        ({"joined_rows": True}, CannotAnswerError, "distillation as trl 1.16.0 runs it joins no rows"),
+        (
+            {"method__rollout__completion_length": 8, "method__rollout__micro_batches": 3},
+            InvalidFileError,
+            "rows of each micro-batch by themselves",
+        ),
+        (
+            {"method__rollout__completion_length": 8, "method__rollout__iterations": 2},
+            InvalidFileError,
+            "rows of each micro-batch by themselves",
+        ),
+        ({"method__teacher__weights": "fp32"}, InvalidFileError, "use method.teacher.dtype: fp32 in its place"),
+        (
+            {"model": "falcon-7b", "method__teacher__model": "falcon-7b", "method__teacher__weights": "nf4"},
+            CannotAnswerError,
+            "^method.teacher: weights.hidden_matrix",
+        ),
+        (
+            {
+                "model": "olmoe-1b-7b-0924",
+                "method__teacher__model": "olmo-7b-0724",
+                "method__rollout__completion_length": 8,
+            },
+            CannotAnswerError,
+            "generation by experts without a cache",
+        ),
     ],
 )
 def test_what_is_no_such_job_or_is_not_followed_is_refused(settings, error, words):
@@ -131,3 +157,11 @@ def test_longest_sequences_and_changes_that_would_help_know_the_teacher():
     assert small.verdict == "no"
     assert small.suggestions
     assert any("learns" in line or "teacher" in line for line in small.memory.assumptions)
+
+
+@pytest.mark.parametrize("search", [memplan.suggest, memplan.suggest_layouts])
+def test_searches_that_know_no_teacher_say_so(search):
+    job = {"method.stage": "distillation", "method.teacher.model": TEACHER}
+    gpus = {"gpus": 2} if search is memplan.suggest_layouts else {}
+    with pytest.raises(CannotAnswerError, match="does not search settings beside a teacher"):
+        search(STUDENT, gpu="rtx4090", config="bf16-adamw", stack="trl", set=job, **gpus)

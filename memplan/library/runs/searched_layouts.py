@@ -7,13 +7,18 @@ from typing import Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
-from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, requested_cluster
+from memplan.library.several.suggested_plans import (
+    SEARCH_LIMITS,
+    SearchOptions,
+    refuse_unsearched_steps,
+    requested_cluster,
+)
 from memplan.model.routed_experts import experts_of
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
@@ -127,8 +132,7 @@ def _config(inputs: JobInputs) -> TrainingConfig:
 def _bases(inputs: JobInputs, min_sequence: int) -> Iterator[TrainingConfig]:
     """Yield the configs to share out: that of the stack that is named, else one of each stack."""
     config = _config(inputs)
-    if config.compile != "none":
-        raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
+    refuse_unsearched_steps(config)
     config = replace(config, sequence_length=max(config.sequence_length, min_sequence))
     named = inputs.config is not None or inputs.options.get("stack") is not None
     for stack in (config.stack,) if named else STACKS:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
@@ -194,8 +195,21 @@ def _refuse_unsearched(setup: TrainingSetup) -> None:
             "parallel.engine: suggest does not search settings under DeepSpeed yet; memplan fit plans one, and without --stack "
             "and --config its stages are among the layouts"
         )
-    if base.compile != "none":
+    refuse_unsearched_steps(base)
+
+
+def refuse_unsearched_steps(config: TrainingConfig) -> None:
+    """Raise for a step of which no search knows what it has, whether for settings or for layouts.
+
+    Raises:
+        CannotAnswerError: A compiled step, or one that learns from a teacher.
+    """
+    if config.compile != "none":
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
+    if config.method.teacher is not None:
+        raise CannotAnswerError(
+            "method.teacher: suggest does not search settings beside a teacher yet; memplan fit plans one, and says what would help"
+        )
 
 
 def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) -> Cluster:

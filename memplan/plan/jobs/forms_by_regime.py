@@ -286,7 +286,11 @@ class SecondForward:
         return replace(setup, teacher=replace(setup.teacher, cached=self._cached))
 
     def _tapes(self, batch: int, length: int) -> tuple[StepInputs, ModelOnTape]:
-        return self._forms.tapes(regime_of(self._second.model, self._second.setup, batch, length))
+        try:
+            return self._forms.tapes(regime_of(self._second.model, self._second.setup, batch, length))
+        except CannotAnswerError as error:
+            own = str(error).removeprefix(f"{self._second.setup.name}: ")
+            raise CannotAnswerError(f"{self._second.setup.name}: {own}") from error
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:

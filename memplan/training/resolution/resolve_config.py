@@ -141,6 +141,9 @@ def _frozen(
     if role not in beside:
         raise CannotAnswerError(f"method.{role}.model: {given.model} was not looked up")
     dtype, compute = given.dtype or DEFAULT_DTYPE, config.compute_dtype
+    if given.weights in FLOAT_BYTES and given.weights != dtype:
+        told = f"a {role} that is not quantised is loaded in one dtype; use method.{role}.dtype: {given.weights} in its place"
+        raise InvalidFileError([f"method.{role}.weights: {told}"])
     if dtype not in ("fp32", compute):
         narrow = "fp32" if compute == "fp32" else f"{compute}, or fp32"
         raise CannotAnswerError(

@@ -45,7 +45,7 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, rollout=Rollout())
     if method.stage in DISTILLED and method.divergence is None:
         method = replace(method, divergence="jsd")  # ``beta`` is 0.5 (trl/experimental/gkd/gkd_config.py, 1.16.0)
-    if method.stage in DISTILLED and method.rollout is not None:
+    if method.stage in DISTILLED and method.rollout is not None and method.rollout.micro_batches is None:
         method = replace(method, rollout=replace(method.rollout, micro_batches=1))  # ``training_step`` there
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
@@ -185,6 +185,12 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
     yield from out_of_range(rollout, path, ("micro_batches", "iterations"), 2**20)
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
+    for key in ("micro_batches", "iterations") if stage in DISTILLED else ():
+        if getattr(rollout, key) not in (None, 1):
+            yield (
+                (*path, key),
+                f"{stage} generates the rows of each micro-batch by themselves, for one step; leave it out",
+            )
     micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
     if stage in GENERATING and config.micro_batch_size * micro_batches * config.parallel.data < 2:
         yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
@@ -278,7 +284,10 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     """Yield generation, evaluation and sharing as a method's loop does not run them, or not as it is modelled."""
     stage, whole = config.method.stage, _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
-    if stage in DISTILLED and config.method.rollout is not None and config.method.rollout.engine != "transformers":
+    if stage in DISTILLED and config.joined_rows:
+        # ``DataCollatorForChatML`` in trl/experimental/utils.py (1.16.0)
+        yield ("joined_rows",), f"{stage} as {stack.label} runs it joins no rows: its collator pads them; leave it out"
+    elif stage in DISTILLED and config.method.rollout is not None and config.method.rollout.engine != "transformers":
         yield (
             ("method", "rollout", "engine"),
             f"{stage} as {stack.label} runs it generates by the model itself; use transformers",
