@@ -1,7 +1,6 @@
 """Forwards without gradients of one rank that holds shards: of an evaluation, of a reference model."""
 
 from collections.abc import Iterator
-from itertools import takewhile
 
 from memplan.step.alive_around_layers import passed_on
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -17,7 +16,6 @@ from memplan.step.no_grad_instants import (
     reference_model,
 )
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.ranks.stored_head import finds_norm
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.moments import Instant
@@ -132,15 +130,3 @@ def _sizes(step: ShardedStep, taped: ModelOnTape) -> Iterator[tuple[int, int]]:
         index = max(place for place, other in enumerate(step.taped.runs) if other.first <= run.first)
         own = step.units[index]
         yield kind, own.gathered_bytes if step.flat else own.copied_bytes
-
-
-def saved_by_lone_norm(step: ShardedStep) -> Form:
-    """Return what a final norm has saved that is in the root's own unit: it runs before the head is gathered, and backward behind its reduction."""
-    setup, head = step.inputs.setup, step.taped.head
-    in_unit = setup.stack.sharded_units != "accelerate" or finds_norm(step.inputs.spec, setup)
-    if in_unit or not step.apart:
-        return ZERO
-    own = {weight.name for weight in head.weights}
-    below = takewhile(lambda node: own.isdisjoint(weight.name for weight in node.weights), head.section.tape.nodes)
-    saved = dict.fromkeys(storage for node in below for storage in node.retained)
-    return sum((single_form(*head.section.tape.storages[storage]) for storage in saved), ZERO)

@@ -39,9 +39,9 @@ from memplan.step.ranks.forwards_alone import (
     instant_with,
     passed_to_backward,
     root_of_reference_bytes,
-    saved_by_lone_norm,
     with_gathered,
 )
+from memplan.step.ranks.lone_head import head_then_norm, saved_by_lone_norm
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
@@ -187,9 +187,10 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         logs = next((node.outputs[0] for node in nodes if node.name == "log_softmax"), head.logits)
         logits, gone = (single_form(Part.LOGITS, one.quantity, one.coefficient) for one in (head.logits, logs))
         yield from _logits_behind_loss(step, around + played.head.saved - gone + logits, logits)
-    for instant in head_backward(step.inputs, head, played.head, around, "first"):
-        ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
-        yield instant_with(instant, tail + ahead)
+    for part, gathered in head_then_norm(step, played.head):
+        for instant in head_backward(step.inputs, head, part, around, "first"):
+            ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
+            yield instant_with(instant, gathered + ahead)
 
 
 def _logits_behind_loss(step: ShardedStep, around: Form, gradient: Form) -> Iterator[Instant]:

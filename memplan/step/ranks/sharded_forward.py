@@ -22,9 +22,9 @@ from memplan.step.ranks.forwards_alone import (
     instant_with,
     passed_to_backward,
     referred,
-    saved_by_lone_norm,
     with_gathered,
 )
+from memplan.step.ranks.lone_head import saved_by_lone_norm
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import casts_shards
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form

@@ -13,6 +13,7 @@ from memplan.step.events.around_step import Around, first_and_last
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import UnitEvents
 from memplan.step.ranks.forwards_alone import gathers_tail_again
+from memplan.step.ranks.lone_head import goes_before_norm
 from memplan.step.ranks.stored_head import names_in_units
 from memplan.step.states.parallel_shards import in_layers, numbered
 
@@ -47,6 +48,7 @@ class GatheredParts:
             reach_head=self.reach_head,
             enter_backward=self.enter_backward,
             leave_backward=self.leave_backward,
+            visit=self.visit if goes_before_norm(self._step) else None,
             stepped=units.stepped,
             sums=self._head,
         )
@@ -123,6 +125,11 @@ class GatheredParts:
         step, units = self._step, self._units
         if place == 0 and not units.rest and (gathers_tail_again(step) or (step.leaves_tail and not units.micro_step)):
             units.gather(units.tail)  # the last unit of a forward without gradients, as if backward were to run it next
+
+    def visit(self, kind: str, name: str) -> None:
+        """Let go of a head that is a unit alone when backward comes to the norm."""
+        if (kind, name) == ("backward", self._step.inputs.spec.names.final_norm):
+            self._units.let_go(self._units.tail)
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
