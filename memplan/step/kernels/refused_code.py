@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from memplan.catalog.entries import Gpu
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.routed_experts import experts_of
@@ -10,6 +11,7 @@ from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, Mod
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.refused_recurrences import refuse_recurrences
 from memplan.step.kernels.refused_row_masks import refuse_joined_rows, refuse_padded_rows
+from memplan.step.states.parallel_shards import is_replicated, looks_for_unused_parameters
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -130,6 +132,28 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_recurrences(model.spec, setup)
     refuse_joined_rows(model.spec, setup)
     refuse_padded_rows(model.spec, setup)
+    _refuse_marked_twice(setup)
+
+
+def _refuse_marked_twice(setup: TrainingSetup) -> None:
+    """Raise for replicas that look for unused parameters beside reentrant checkpointing, whose layers they take for unused.
+
+    Raises:
+        CannotAnswerError: torch would end with an error.
+
+    Source:
+        ``Reducer::mark_variable_ready`` and ``Reducer::prepare_for_backward`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0): the
+        graph that it goes through has nothing of what is inside ``CheckpointFunction``.
+    """
+    config = setup.config
+    trained = config.adapter is not None or config.freeze == ALL_TRAIN
+    again = setup.checkpointing != "none" and setup.stack.checkpointing.reentrant
+    if trained and again and is_replicated(config.parallel) and looks_for_unused_parameters(setup):
+        raise CannotAnswerError(
+            'parallel.unused_parameters: DistributedDataParallel ends with "Expected to mark a variable ready only once" where it '
+            "looks for unused parameters beside reentrant checkpointing; set parallel.unused_parameters: false, or "
+            "reentrant_checkpointing: false"
+        )
 
 
 def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:

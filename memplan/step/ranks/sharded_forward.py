@@ -110,7 +110,9 @@ def _below_head(step: ShardedStep, base: Form) -> Iterator[Instant]:
         yield with_gathered("forward", "gather of the root", base, step.first.copied_bytes)
     if step.rest:  # whose buffer is there until the embedding, or both ends, have been copied out of theirs
         yield with_gathered("forward", "copy of the ends", base, step.rest.buffer_bytes + step.first.copied_bytes)
-    if not step.flat:  # what layers are called with is made behind the embedding, whose buffer waits for the first of them
+    if (
+        not step.flat
+    ):  # what layers are called with is made behind the embedding, whose buffer waits for the first of them
         yield with_gathered("forward", "copy of the embedding", base, step.first.copied_bytes)
         for moment in played.embedding.forward:
             yield with_gathered("forward", moment.operation, base + moment.form, step.first.copied_bytes)
