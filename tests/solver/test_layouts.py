@@ -168,6 +168,16 @@ def test_where_names_the_smallest_real_grid_and_what_pooled_memory_allows(device
         assert bool(found.rows) == (gpus == row.count), gpus
 
 
+def test_fewer_gpus_than_where_names_do_not_hold_a_job_and_where_not_all_were_tried_one_fewer_does_not():
+    for gpu, count, edge, tried in (("rtx5090", 7, False, range(2, 7)), ("rtx4090", 29, True, [28])):
+        (row,) = memplan.where("llama-8b", gpu=gpu).placements.rows
+        assert (row.count, row.edge) == (count, edge)
+        verdicts = [
+            memplan.plan("llama-8b", gpu=gpu, config="bf16-adamw", gpus=number).verdict for number in (*tried, count)
+        ]
+        assert [verdict == "fits" for verdict in verdicts] == [*[False] * len(tried), True]
+
+
 def test_no_way_to_share_a_job_undercuts_what_pooled_memory_allows(catalog):
     answer = memplan.where("llama-3.1-8b", gpu="rtx4090", config="bf16-adamw", activation_checkpointing="full")
     (row,) = answer.placements.rows

@@ -260,10 +260,8 @@ def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
     """
     if not is_sharded(plan.setup.config.parallel) or plan.setup.config.parallel.pipeline > 1:
         return plan
-    shards, values, allowances = sum(plan.forms.unit_gradients), plan.values, plan.allowances
-    sizes = [(one.form.part_bytes(values), one.partial_bytes(values)) for one in plan.forms.candidates]
-    alone = max(sum(parts) - min(parts[Part.GRADIENTS], shards) + partial for parts, partial in sizes)
-    other = max(sum(parts) + partial for parts, partial in sizes) - alone  # of the peak, what is not its own stream's
+    allowances = plan.allowances
+    shards, other = _other_streams(plan)
     more = shards - other
     expected = plan.device_bytes + more + allowances.stream_bytes - allowances.reserve_bytes(other)
     upper = plan.upper_bytes + more - int(other * allowances.upper_reserve_fraction)
@@ -273,6 +271,25 @@ def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
         reserved_bytes=expected - allowances.context_bytes,
         device_bytes=expected,
         upper_bytes=max(expected, upper),
+    )
+
+
+def _other_streams(plan: MemoryPlan) -> tuple[int, int]:
+    """Return the most bytes of gradient shards, which are another stream's than the step's, and those of them at its peak."""
+    shards, values = sum(plan.forms.unit_gradients), plan.values
+    sizes = [(one.form.part_bytes(values), one.partial_bytes(values)) for one in plan.forms.candidates]
+    alone = max(sum(parts) - min(parts[Part.GRADIENTS], shards) + partial for parts, partial in sizes)
+    return shards, max(sum(parts) + partial for parts, partial in sizes) - alone
+
+
+def exceeds_in_blocks(plan: MemoryPlan) -> bool:
+    """Whether blocks and context are more than the device has, where those of a rank's streams serve no other: no reserve makes it FIT."""
+    if plan.exceeds_device or not is_sharded(plan.setup.config.parallel) or plan.setup.config.parallel.pipeline > 1:
+        return plan.exceeds_device
+    shards, other = _other_streams(plan)
+    return (
+        plan.allocated_bytes + shards - other + _without_streams(plan).allowances.upper_context_bytes
+        > plan.usable_bytes
     )
 
 

@@ -10,6 +10,7 @@ from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import exceeds_in_blocks
 from memplan.plan.sizes.largest_model import (
     able_devices,
     fewest_devices,
@@ -18,6 +19,9 @@ from memplan.plan.sizes.largest_model import (
     refuse_parallel,
 )
 from memplan.training.resolved import TrainingSetup
+
+SINGLY = 4
+"""Numbers of GPUs below what a share as the reserve says, and from there on, that are tried one by one before steps that double or halve."""
 
 MOST_RANKS = 2**12
 """GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""
@@ -33,6 +37,7 @@ class Placement:
     pooled: bool = False  # Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out
     # The fewest whose memory together is what its tensors take, which no way of sharing it undercuts; None where that is not known.
     bound: int | None = None
+    edge: bool = False  # Whether one fewer, or one group that shares matrices, does not do, but not every smaller number was tried
 
     @property
     def layout(self) -> str:
@@ -88,7 +93,8 @@ def placements(
     first = alone or compiled(2)[0]
     rows, able = [], [*able_devices(first, devices_for(first.setup, devices))]
     told = progress or (lambda *_: None)
-    for number, device in enumerate(able):
+    largest_first = sorted(able, key=lambda device: -device.usable_bytes(first.setup.reserve_bytes))
+    for number, device in enumerate(largest_first):  # a run that takes more than it has takes more than smaller ones
         told(number, len(able))
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
             rows.append(Placement(device, 1, plan))
@@ -96,7 +102,7 @@ def placements(
         row, refusal = _on_several(compiled, alone, device, simulated, refusal)
         rows += [] if row is None else [row]
     told(len(able), len(able))
-    return Placements(tuple(rows), refusal)
+    return Placements(tuple(sorted(rows, key=lambda row: able.index(row.device))), refusal)
 
 
 def _on_several(
@@ -154,22 +160,13 @@ def _refusal(compiled: Callable[[int], Sequence[CompiledPlan]]) -> str:
 def _fewest_ranks(
     compiled: Callable[[int], Sequence[CompiledPlan]], device: Device, simulated: Callable[[MemoryPlan], MemoryPlan]
 ) -> Placement | None:
-    """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
+    """Return the fewest GPUs that a job fits on, as :meth:`_Counts.fewest` has it, or None.
 
-    For each way to share matrices it is the first such number beyond a power of two, which is the fewest as long as shards
-    shrink with their number: they do until single rows of a tensor are left. Of several ways the one that takes the fewest
-    with a share as its reserve, and then as many of that way as it takes with its reserve simulated.
+    Of several ways to share matrices it is the one that takes the fewest with a share as its reserve.
     """
-    fewest: Placement | None = None
-    for way in sorted({_way(plan) for plan in compiled(MOST_RANKS)}):
-        row = _fewest_of(way, compiled, device, MOST_RANKS if fewest is None else fewest.count)
-        if row is not None and (fewest is None or _order(row) < _order(fewest)):
-            fewest, chosen = row, way
-    return None if fewest is None else _fewest_of(chosen, compiled, device, MOST_RANKS, simulated, fewest.count)
-
-
-def _order(row: Placement) -> tuple[int, int]:
-    return row.count, row.plan.upper_bytes
+    ways = [_Counts(way, compiled, device, simulated) for way in sorted({_way(plan) for plan in compiled(MOST_RANKS)})]
+    by_share = [(row.count, row.plan.upper_bytes, way) for way in ways if (row := way.by_share())]
+    return min(by_share, key=lambda one: one[:2])[2].fewest() if by_share else None
 
 
 def _way(plan: CompiledPlan) -> tuple[int, bool]:
@@ -178,23 +175,61 @@ def _way(plan: CompiledPlan) -> tuple[int, bool]:
     return parallel.tensor, parallel.sequence
 
 
-def _fewest_of(
-    way: tuple[int, bool],
-    compiled: Callable[[int], Sequence[CompiledPlan]],
-    device: Device,
-    most: int,
-    simulated: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
-    first: int = 2,
-) -> Placement | None:
-    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly."""
-    tensor, _ = way
+class _Counts:
+    """Numbers of GPUs of one kind that share matrices in one way: groups of as many as a matrix has parts."""
 
-    @cache
-    def planned(groups: int) -> MemoryPlan:
-        plan = next(plan for plan in compiled(groups * tensor) if _way(plan) == way).evaluate(device)
-        return plan if plan.exceeds_device else simulated(plan)
+    def __init__(
+        self,
+        way: tuple[int, bool],
+        compiled: Callable[[int], Sequence[CompiledPlan]],
+        device: Device,
+        simulated: Callable[[MemoryPlan], MemoryPlan],
+    ) -> None:
+        self._way, self._compiled, self._device, self._simulated = way, compiled, device, simulated
+        self._tensor, _ = way
+        self._least = 2 if self._tensor == 1 else 1
+        self._most = max(self._least, MOST_RANKS // self._tensor)
+        self._evaluated, self._played = cache(self._plan), cache(self._simulation)
 
-    least = 2 if tensor == 1 else 1
-    first = max(first // tensor, least)
-    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", first, max(first, most // tensor), least)
-    return None if groups is None else Placement(device, groups * tensor, planned(groups))
+    def by_share(self) -> Placement | None:
+        """Return the fewest by share, which takes less of more GPUs until single rows of a tensor are left, or None up to ``MOST_RANKS``."""
+        fewest = first_that_fits(
+            lambda groups: self._evaluated(groups).verdict == "fits", self._least, self._most, self._least
+        )
+        return None if fewest is None else Placement(self._device, fewest * self._tensor, self._evaluated(fewest))
+
+    def fewest(self) -> Placement | None:
+        """Return the fewest with their reserve simulated, or None up to ``MOST_RANKS``, or nearly.
+
+        Segments do not shrink evenly as blocks do. Every number is tried from where the blocks of each stream fit, where by share
+        ``SINGLY`` more or fewer suffice; else from those by share, in steps that halve the way down, or up in single ones first.
+        """
+        if (row := self.by_share()) is None:
+            return None
+        first = row.count // self._tensor
+        least = first_that_fits(
+            lambda groups: not exceeds_in_blocks(self._evaluated(groups)), first, first, self._least
+        )
+        near = least is not None and first - least <= SINGLY
+        if not near and self._fits(first):
+            return self._placement(first_that_fits(self._fits, first, first, self._least), edge=True)
+        tried = range(least if near and least else first, first + SINGLY)
+        fewest = next(filter(self._fits, tried), None)
+        edge = not near or fewest is None
+        return self._placement(fewest or first_that_fits(self._fits, tried[-1], self._most, tried[-1]), edge=edge)
+
+    def _fits(self, groups: int) -> bool:
+        return self._played(groups).verdict == "fits"
+
+    def _placement(self, groups: int | None, *, edge: bool) -> Placement | None:
+        if groups is None:
+            return None
+        return Placement(self._device, groups * self._tensor, self._played(groups), edge=edge)
+
+    def _plan(self, groups: int) -> MemoryPlan:
+        plans = self._compiled(groups * self._tensor)
+        return next(plan for plan in plans if _way(plan) == self._way).evaluate(self._device)
+
+    def _simulation(self, groups: int) -> MemoryPlan:
+        plan = self._evaluated(groups)
+        return replace(plan, verdict="no") if exceeds_in_blocks(plan) else self._simulated(plan)

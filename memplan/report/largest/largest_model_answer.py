@@ -199,10 +199,12 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
             f"Not planned on several GPUs: {refusal}. Counts beyond 1 are lower bounds (>=): their memory is pooled, "
             "everything sharded evenly, nothing replicated, no communication buffers."
         )
+    edges = [row.count for row in rows if row.edge]
+    edge = f" From {min(edges)} GPUs on not every smaller number was tried: one fewer does not fit." if edges else ""
     return (
         "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
-        "memplan fit --gpus plans them; bytes are one GPU's. bound: the fewest whose memory together would do, everything "
-        "sharded evenly, nothing replicated."
+        f"memplan fit --gpus plans them; bytes are one GPU's.{edge} bound: the fewest whose memory together would do, "
+        "everything sharded evenly, nothing replicated."
     )
 
 
@@ -226,4 +228,5 @@ def _where_sentence(
         return f"FITS: {job} costs least on {first.count} x {first.device.name}: {prices.text(cost)} an hour."
     if first.count == 1:
         return f"FITS: {job} fits on one {first.device.name}, the smallest single GPU that holds it."
-    return f"FITS: {job} fits on {first.count} x {first.device.name}, the fewest; on no single GPU."
+    least = "and not on one fewer" if first.edge else "the fewest"
+    return f"FITS: {job} fits on {first.count} x {first.device.name}, {least}; on no single GPU."
