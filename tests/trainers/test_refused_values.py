@@ -23,7 +23,9 @@ def test_a_key_without_a_value_is_not_its_default(tmp_path, text, key, said):
 
 def test_a_script_of_llama_factorys_first_releases_is_not_taken_for_trls(tmp_path):
     path = tmp_path / "run.sh"
-    command = "python src/train_sft.py --do_train --model_name_or_path Qwen/Qwen2-0.5B --finetuning_type lora --output_dir o"
+    command = (
+        "python src/train_sft.py --do_train --model_name_or_path Qwen/Qwen2-0.5B --finetuning_type lora --output_dir o"
+    )
     path.write_text(f"{command}\n", encoding="utf-8")
     with pytest.raises(MemplanError, match="LLaMA-Factory's first releases"):
         plan_by_share(str(path), gpu="h100")
