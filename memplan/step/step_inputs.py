@@ -137,6 +137,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool, stored: boo
         update_bytes=tensor_temporaries(setup, entry).bytes if layer and entry.trainable else 0,
         rows=entry.tensor.shape[0],
         columns=entry.tensor.shape[-1],
+        direct=entry.tensor.transposed,
         foreign=entry.element_bytes == 2 == setup.compute_bytes
         and not entry.quantized
         and entry.format_name != setup.config.compute_dtype,

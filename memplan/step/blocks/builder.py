@@ -169,12 +169,12 @@ class Builder:
         if weight.name in self.tape.cast_weights:
             return self.tape.cast_weights[weight.name]
         copy = self.tape.make("cast weight", self.constant(weight.copy_bytes, 1))
-        if weight.trainable and weight.element_bytes == 4 and not self._is_view(weight):
+        if weight.trainable and weight.element_bytes == 4 and not self.is_view(weight):
             self.tape.regional.add(copy.storage)
             self.tape.cast_weights[weight.name] = copy
         return copy
 
-    def _is_view(self, weight: Weight) -> bool:
+    def is_view(self, weight: Weight) -> bool:
         """Tell whether products are given another look at a parameter: LitGPT turns those of adapters, but for one, and Falcon its layers'."""
         # ``FalconLinear.forward`` in transformers/models/falcon/modeling_falcon.py (5.24.0)
         names, code = self.settings.names, self.settings.code

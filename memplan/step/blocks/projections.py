@@ -1,5 +1,7 @@
 """Projections on a tape: of floats and of codes."""
 
+from dataclasses import replace
+
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, VIEW, Reduction, Traits, Value, Weight
@@ -33,6 +35,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     width = weight.element_bytes if not builder.settings.autocast else builder.compute
     out = builder.tape.value(x.quantity, rows, width)
     out.foreign, out.flat = weight.foreign and not builder.settings.autocast, x.flat
+    weight = replace(weight, cast_as_view=True) if builder.is_view(weight) else weight
     used = [weight, *([bias] if bias is not None else [])]
     reads = [(x, NEW if keeps or x.flat else VIEW)]
     builder.tape.apply(

@@ -12,9 +12,17 @@ GROUPED_ROW_BYTES = 16
 
 
 def grouped(
-    builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value, resident: list[Value]
+    builder: Builder,
+    rows: Value,
+    name: str,
+    width: int,
+    experts: Value,
+    offsets: Value,
+    resident: list[Value],
+    *,
+    direct: bool,
 ) -> Value:
-    """Return each row times the matrix of its expert; what adapters fold into it is added to what is held.
+    """Return each row times the matrix of its expert, stored (in, out) where ``direct``; what adapters fold into it is added to what is held.
 
     Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
     """
@@ -22,6 +30,7 @@ def grouped(
     # aten/src/ATen/autocast_mode.h (v2.13.0).
     tape, weight = builder.tape, builder.weight(name)
     uncast = builder.settings.code.grouped_uncast and not weight.coded
+    weight = replace(weight, direct=True) if direct else weight
     weight = formed_in_rows(weight) if weight.trainable and not weight.coded else weight
     rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
     copy = None if uncast else builder.cast_weight(weight)

@@ -199,7 +199,7 @@ def routed_experts(
         offsets, resident = _offsets(builder, experts, part), list[Value]()
         width, first = (2 if part.gated else 1) * inner * used, f"{name}.{'gate_up' if part.gated else 'up'}_proj"
         biases = _gathered_biases(builder, f"{first}_bias", width, experts)
-        both = grouped(builder, rows, first, width, experts, offsets, resident)
+        both = grouped(builder, rows, first, width, experts, offsets, resident, direct=part.transposed)
         with tape.alive(offsets, *(() if ahead else (both,))):
             with tape.alive(both):
                 hidden = _activated(builder, both, inner * used, part)
@@ -207,7 +207,10 @@ def routed_experts(
                 biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
             with tape.alive(*biases, *(() if ahead else (hidden,))):
                 with tape.alive(hidden):
-                    out = grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
+                    down = f"{name}.down_proj"
+                    out = grouped(
+                        builder, hidden, down, x.width * used, experts, offsets, resident, direct=part.transposed
+                    )
                 with tape.alive(out):
                     taken = early[0] if early else _taken(builder, weights, order)
                 result = _combined(builder, out, taken, order, x)

@@ -323,9 +323,7 @@ class _Backward:
         Args:
             stays: Whether the sum waits in its turn, or is stored; it is added to what is there otherwise, and goes.
         """
-        size, anew = weight.formed_bytes, weight.is_made_anew("again")
-        if anew or node.traits.product:
-            size = weight.own_bytes if anew else size
+        if size := weight.joining_bytes(product=node.traits.product):
             self.player.with_scratch(node.instant, f"{weight.name} gradient", [(Part.GRADIENTS, Quantity.ONE, size)])
         self.live.release(formed)
         if not stays and isinstance(self.live, LiveBytes):

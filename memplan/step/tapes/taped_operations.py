@@ -64,6 +64,9 @@ class Weight:
     # Whether its codes are decoded when a module is asked for its weight, so that products read floats
     # (``BnbNF4Parametrization`` in axolotl/utils/nf4.py, 0.21.0).
     parametrised: bool = False
+    # Whether a product forms its gradient as it is stored, and not the transpose, which is looked at: it is stored (in, out).
+    direct: bool = False
+    cast_as_view: bool = False  # Whether autocast casts a view of it, of whose gradient its own is a view
 
     @property
     def gradient_codes_bytes(self) -> int:
@@ -113,6 +116,12 @@ class Weight:
     def is_made_anew(self, mode: Mode) -> bool:
         """Tell whether the gradient that is formed is cast, or copied, and let go before anything else happens."""
         return self.casts_gradient or (self.spaced and (mode != "again" or self.converted))
+
+    def joining_bytes(self, *, product: bool) -> int:
+        """Return what it takes besides to add its gradient to one that waits: in place where that is a plain tensor, and no view."""
+        if self.is_made_anew("again"):
+            return 2 * self.own_bytes - self.formed_bytes if self.cast_as_view else self.own_bytes
+        return self.formed_bytes if product and not self.direct else 0
 
     def stays(self, mode: Mode) -> bool:
         """Tell whether the gradient that is formed is the one that is stored, or used at once as a stored one would be."""
