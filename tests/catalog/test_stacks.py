@@ -7,6 +7,7 @@ import pytest
 
 import memplan
 from memplan.catalog.catalog import data_directory
+from memplan.catalog.config_keys.method_keys import Embedding
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.stack_versions import with_stack
@@ -64,6 +65,8 @@ def is_key(path, cls=TrainingConfig):
         return False
     if not rest:
         return True
+    if path.startswith("method.embedding."):
+        return rest.partition(".")[2] in {field.name for field in fields(Embedding)}
     inner = {
         "kernels": "Kernels",
         "adapter": "Adapter",

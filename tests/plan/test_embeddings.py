@@ -87,3 +87,17 @@ def test_encoders_are_refused_by_name():
     for name in ("bge-m3", "BAAI/bge-large-en-v1.5", "sentence-transformers/all-MiniLM-L6-v2"):
         with pytest.raises(MemplanError, match="encoder is not modelled"):
             plan(model=name)
+
+
+def test_a_cached_loss_is_suggested_where_all_texts_do_not_fit_at_once():
+    answer = plan_by_share(
+        "qwen3-embedding-0.6b",
+        gpu="rtx4090",
+        config="lora",
+        stack="sentence-transformers",
+        set={"method.stage": "embedding", "micro_batch_size": 64, "sequence_length": 512},
+    )
+    changes = {item.change.partition("=")[0]: item for item in answer.suggestions}
+    assert changes["method.embedding.mini_batch_size"].flips_verdict
+    assert "embeds every text twice" in changes["method.embedding.mini_batch_size"].cost
+    assert "compared with fewer texts" in changes["micro_batch_size"].cost

@@ -65,6 +65,7 @@ def test_adapters_are_in_the_dtype_of_the_weights_that_they_are_put_on(tmp_path)
     ("loss", "said"),
     [
         ("losses.AdaptiveLayerLoss(model, losses.CoSENTLoss(model))", "several layers"),
+        ("{'a': losses.CoSENTLoss(model), 'b': losses.MultipleNegativesRankingLoss(model)}", "or several"),
         ("losses.BatchHardTripletLoss(model)", "a loss with a graph of its own"),
         ("losses.MultipleNegativesSymmetricRankingLoss(model)", "scores in two directions"),
         (

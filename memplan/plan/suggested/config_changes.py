@@ -81,8 +81,11 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))
+    yield from _cached(config)
+    fewer = ", and each anchor is compared with fewer texts" if _compares_all(config) else ""
     for smaller in halvings(config.micro_batch_size, 1):
-        yield Change(accumulation_cost(config.micro_batch_size, smaller), (("micro_batch_size", smaller),))
+        cost = f"{accumulation_cost(config.micro_batch_size, smaller)}{fewer}"
+        yield Change(cost, (("micro_batch_size", smaller),))
     if config.activation_checkpointing == "none":
         yield Change(
             "norms and elementwise operations are recomputed in backward", (("activation_checkpointing", "selective"),)
@@ -94,6 +97,24 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("the forward of the other layers is recomputed in backward too", settings)
     offloads = setup.stack.checkpointing.offloads != "none" and config.parallel.gpus == 1
     yield from _costly_changes(config, offloads=offloads)
+
+
+def _compares_all(config: TrainingConfig) -> bool:
+    """Tell whether what a step learns depends on how many rows a micro-batch has."""
+    texts = config.method.embedding
+    return texts is not None and texts.loss == "in-batch-negatives"
+
+
+def _cached(config: TrainingConfig) -> Iterator[Change]:
+    """Yield smaller mini-batches of a cached loss, which compares as many texts as before."""
+    texts = config.method.embedding
+    if texts is None or not _compares_all(config):
+        return
+    cost = (
+        "a cached loss, which embeds every text twice" if texts.mini_batch_size is None else "more forwards for a batch"
+    )
+    for smaller in halvings(texts.mini_batch_size or config.micro_batch_size, 1):
+        yield Change(cost, (("method.embedding.mini_batch_size", smaller),))
 
 
 def _leaves_codes_whole(config: TrainingConfig, setup: TrainingSetup) -> bool:

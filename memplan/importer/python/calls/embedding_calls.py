@@ -57,9 +57,13 @@ def _losses(keys: GivenKeys) -> Taken:
     for name in dict.fromkeys(named):
         if name in WRAPPERS:
             yield WRAPPERS[name], True, 1
-    loss = next((name for name in named if name not in WRAPPERS), None)
-    if loss is None:
+    inner = [name for name in dict.fromkeys(named) if name not in WRAPPERS]
+    if not inner:
         return
+    if len(inner) > 1:
+        yield "loss", " and ".join(inner), 1
+        return
+    loss = inner[0]
     called = next(word for word in keys.words if word.endswith(loss))
     given = keys.data.get(called)
     yield "loss", loss, 1
