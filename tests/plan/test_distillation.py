@@ -8,6 +8,8 @@ import pytest
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.planned_job import plan_by_share
+from memplan.report.canvas import Canvas
+from memplan.report.screens.plan_screen import plan_screen
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
 from tests.survey.stacks.stack_records import catalog_at
@@ -45,6 +47,11 @@ def test_a_teacher_has_its_weights_and_nothing_that_trains():
     line = next(line for line in both.memory.components if line.name == "weights")
     assert line.values["teacher"] == alone(TEACHER).components["weights"]
     assert "Qwen2.5-1.5B" in line.formula
+
+
+def test_the_answer_names_the_teacher():
+    lines = [line for block in plan_screen(plan().memory, Canvas(100), "", {}) for line in block]
+    assert "distillation from Qwen2.5-1.5B" in " ".join(map(str, lines))
 
 
 def test_a_teachers_format_is_its_own():

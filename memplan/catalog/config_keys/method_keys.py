@@ -76,7 +76,7 @@ class SecondModel:
 
     Attributes:
         model: Its name, file or directory, as any model's.
-        weights: Format of its matrices; None is its dtype.
+        weights: Format of its matrices where they are quantised; None is its dtype.
         dtype: Dtype of all that is not quantised; None is bf16, as most checkpoints are.
     """
 

@@ -91,7 +91,7 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
     parts = (
         sized(plan.model, ""),
         plan.setup.label,
-        config.method.stage if config.method.stage != "sft" else "",
+        _stage(plan),
         f"micro-batch {plan.micro_batch_size}{_pairs(plan)}",
         f"sequence {plan.sequence_length}",
         f"accumulation {steps}" if steps > 1 else "",
@@ -99,6 +99,14 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
     )
     known = config.status in ("proven", "works")
     return [*canvas.joined(parts, indent=7), *([] if known else canvas.folded(f"learning: {learning(plan.setup)}", 7))]
+
+
+def _stage(plan: MemoryPlan) -> str:
+    """Return what a step learns from where it is not plain rows, with the teacher that is on the card too."""
+    stage, teacher = plan.setup.config.method.stage, plan.setup.teacher
+    if teacher is not None:
+        return f"{stage} from {teacher.model.spec.name}"
+    return stage if stage != "sft" else ""
 
 
 def _pairs(plan: MemoryPlan) -> str:
