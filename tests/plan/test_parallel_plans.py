@@ -167,6 +167,8 @@ def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog,
 def test_replicas_that_look_for_unused_parameters_copy_what_the_model_returns(stack, config, kind, told, copies):
     def forward_bytes(told):
         keys = {"activation_checkpointing": kind, "parallel.data": 2, "parallel.unused_parameters": told}
+        if kind == "full":  # torch ends with an error beside the other kind
+            keys["reentrant_checkpointing"] = False
         plan = plan_by_share("llama-3.2-1b", gpu="h100", stack=stack, config=config, set=keys)
         return plan.to_dict()["instants"][0]["requested_bytes"]
 
