@@ -18,7 +18,6 @@ CATALOG = shipped_catalog()
     ("model", "config", "stack", "sets"),
     [
         ("gpt2", "bf16-adamw", "", ()),
-        ("pythia-160m", "mixed-adamw", "torchtitan", ("activation_checkpointing=full",)),
         ("qwen2.5-0.5b", "qlora", "trl", ()),
         ("gpt2", "qlora", "trl", ("sequence_length=100",)),
         ("qwen3-0.6b", "lora", "transformers", ("parallel.engine=fsdp1",)),
