@@ -195,7 +195,7 @@ def test_temporaries_are_exact_and_bounded(name, blocks):
     out, noise = torch.empty_like(values), torch.Generator()
     ordered = lengths_of(chosen.name)[:2] if isinstance(chosen, GridFormat) else ()
     cases = [
-        (lambda: chosen.encode_(values, codes), chosen.encode_bytes(blocks)),
+        (lambda: chosen.encode_(values, codes), TEMPORARIES[chosen.name].fresh * min(blocks, chosen.encoded_blocks)),
         (lambda: chosen.decode_(codes, out), chosen.decode_bytes(blocks)),
         (lambda: chosen.encode_(values, codes, keep=True), chosen.update_bytes(blocks)),
         (lambda: chosen.encode_(values, codes, noise, keep=True), chosen.update_bytes(blocks, stochastic=True)),

@@ -117,10 +117,6 @@ class WeightFormat:
         each = table.stochastic if stochastic else table.nearest
         return max(self.decode_bytes(blocks), each * min(blocks, self.encoded_blocks))
 
-    def encode_bytes(self, blocks: int) -> int:
-        """Return what ``encode_`` to nearest, with new scales, allocates."""
-        return TEMPORARIES[self.name].fresh * min(blocks, self.encoded_blocks)
-
     def _stretches(self, blocks: Tensor, values: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         rows = values.view(-1, self.block_elements)
         for first in starts(blocks.shape[0], count):
