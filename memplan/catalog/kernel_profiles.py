@@ -26,7 +26,9 @@ LossKernel = Literal[
     "fp32-pieces",
     "log-probabilities",
     "divergence",
+    "fused-divergence",
     "logits",
+    "hidden-states",
     "fp32-stretches",
     "weighted-tokens",
 ]
@@ -87,7 +89,8 @@ class KernelProfile:
             are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head; ``divergence`` of whole logits from a teacher's is
-            what distillation learns by, and ``logits`` are what that returns, of which no loss is formed.
+            what distillation learns by, ``fused-divergence`` the same of hidden states, whose logits are formed tile by tile;
+            ``logits`` and ``hidden-states`` are what a teacher returns, of which no loss is formed.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
             its like are some of these without the others.

@@ -17,6 +17,7 @@ from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
+from memplan.training.rules.distillation_rules import on_policy
 from memplan.training.second_models import FrozenModel
 from memplan.units import format_bytes, format_fraction
 
@@ -202,11 +203,12 @@ def _teacher(plan: MemoryPlan, teacher: FrozenModel) -> Iterator[str]:
     names, size = teacher.setup.format_names, second_bytes(plan.states.tensors)
     matrices, rest = names["hidden_matrix"], names["embedding"]
     formats = matrices if matrices == rest else f"{matrices} with {rest} beside"
-    said = plan.setup.config.method.teacher
+    method = plan.setup.config.method
+    said, results = method.teacher, "hidden states" if on_policy(method) else "logits"
     dtype = "" if said is not None and said.dtype else ", the dtype of most checkpoints"
     yield (
         f"teacher: {teacher.model.spec.name}, frozen, {size:,} B of weights in {formats}{dtype}; its forward runs beside all that the "
-        f"student's has left, and its logits stay until the loss is there ({plan.setup.config.method.divergence})"
+        f"student's has left, and its {results} stay until the loss is there ({method.divergence})"
     )
 
 
@@ -250,7 +252,8 @@ def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:
         f"together, each behind a prompt of {prompt:,}; none ends earlier"
     )
     asleep = ", and sleeps while a step runs" if rollout.sleeps and rollout.engine == "vllm" else ""
-    yield f"generation: {ENGINES[rollout.engine]}{asleep}; rewards are computed elsewhere"
+    scored = "; rewards are computed elsewhere" if setup.teacher is None else ""
+    yield f"generation: {ENGINES[rollout.engine]}{asleep}{scored}"
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:

@@ -14,6 +14,7 @@ from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fix
 from memplan.step.tapes.moments import Instant
 from memplan.step.units.collated_rows import ID_BYTES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.distillation_rules import on_policy
 
 BEFORE_CACHE = frozenset(("attention",))
 """Operations of a layer at which what it caches is what it has just formed."""
@@ -64,7 +65,9 @@ def generating_setup(setup: TrainingSetup) -> TrainingSetup:
         ``prepare_model`` in accelerate/accelerator.py (1.15.0).
     """
     if setup.config.adapter is None:
-        return setup
+        if not on_policy(setup.config.method):
+            return setup
+        return replace(setup, stack=replace(setup.stack, autocast="always"))  # the wrapped forward is called then
     hidden = setup.format_names["hidden_matrix"]
     compute = hidden if hidden in FLOAT_BYTES else setup.config.compute_dtype
     config = replace(setup.config, compute_dtype=compute)  # type: ignore[arg-type]

@@ -35,7 +35,6 @@ from memplan.step.alive_around_layers import (
     stream_form,
 )
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
     after_backward,
     copied_outputs,
@@ -50,6 +49,7 @@ from memplan.step.head_instants import (
 from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.kernels.refused_code import refuse_unread_code
+from memplan.step.losses.token_chunk_loss import IN_PIECES
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct, model_on_tape
 from memplan.step.no_grad_instants import forward_only_instants, places_beside
 from memplan.step.offloaded_inputs import Waiting, waiting_inputs

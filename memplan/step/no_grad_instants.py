@@ -62,15 +62,12 @@ def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Itera
     if inputs.setup.teacher is None:
         return
     entry = taped.head.section.entry
-    settings = replace(taped.settings, loss="logits")
-    head = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section.played("first")
-    yield Instant("forward", PLACE, around + head.saved + _named_whole(inputs, taped))
-
-
-def _named_whole(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return the whole logits that a loop has a name for while a second model runs, which backward has no need of."""
-    width = 4 if inputs.setup.autocast else inputs.setup.compute_bytes
-    return single_form(Part.LOGITS, Quantity.TOKENS, width * taped.settings.vocab_size)
+    fused = inputs.setup.profile.loss == "fused-divergence"
+    settings = replace(taped.settings, loss="hidden-states" if fused else "logits")
+    section = head_on_tape(settings, taped.weights, entry.needs_gradient, entry.element_bytes).section
+    states = single_form(Part.ACTIVATIONS, section.output.quantity, section.output.coefficient)
+    named = states if fused else _compared(inputs, taped)
+    yield Instant("forward", PLACE, around + section.played("first").saved + named)
 
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
@@ -81,9 +78,18 @@ def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
     if inputs.setup.teacher is not None:
-        yield Instant(EVALUATION, PLACE, around + _named_whole(inputs, taped))
+        yield Instant(EVALUATION, PLACE, around + _compared(inputs, taped))
     for form in _metrics(inputs, taped, around, graph=False):
         yield Instant(EVALUATION, "metrics", form)
+
+
+def _compared(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what a forward has yielded, which has a name while the teacher's runs: whole logits, or hidden states where it evaluates."""
+    setup = inputs.setup
+    if setup.profile.loss == "fused-divergence":
+        return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * setup.residual_bytes)
+    width = 4 if setup.autocast else setup.compute_bytes
+    return single_form(Part.LOGITS, Quantity.TOKENS, width * taped.settings.vocab_size)
 
 
 def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:

@@ -8,11 +8,10 @@ from memplan.model.spec import ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
 from memplan.step.delta.state_space_kernels import scan_splits
-from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
-from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS, pieces_of
+from memplan.step.losses.token_chunk_loss import IN_PIECES, STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS, pieces_of
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, LATE_CHUNKS, TILE_TOKENS, answered_tokens
 from memplan.step.units.host_memory import copied_widths, waits_on_host
 from memplan.training.resolved import TrainingSetup
@@ -59,7 +58,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_token=length == 1,
         one_chunk=(profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
         or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
-        several_tiles=profile.loss == "fused-head"
+        several_tiles=profile.loss in ("fused-head", "fused-divergence")
         and answered_tokens(batch, length, setup.answer_length) > TILE_TOKENS,
         stretches=pieces_of(profile.loss, batch, length),
         empty_stretch=profile.loss == "fp32-stretches" and length % STRETCH_TOKENS == 1 < length,
@@ -89,7 +88,8 @@ def _differs_for_one(spec: ModelSpec, setup: TrainingSetup) -> bool:
     return bool(
         "math" in (profile.attention, setup.wide_attention)
         or profile.attention == "eager"
-        or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
+        or profile.loss
+        in ("chunked-backward", "chunked-logits", "fused-divergence", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
         or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
         or setup.stack.loop.labels == "cut"
         or spec.learned_positions

@@ -15,7 +15,7 @@ SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")
 """Roles of what can be trained whole as a copy of its module."""
 VALUE_HEAD = "v_head.summary"
 """The head of values that TRL puts beside a model's own (trl/models/modeling_value_head.py, 0.24.0)."""
-OWN_PRODUCTS = ("fused-head", "fused-linear", "cut-cross-entropy")
+OWN_PRODUCTS = ("fused-head", "fused-divergence", "fused-linear", "cut-cross-entropy")
 """Losses that multiply by the head's weight themselves, and pass its adapter by."""
 
 

@@ -15,8 +15,9 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
+from memplan.training.rules.distillation_rules import DISTILLED, on_policy
 from memplan.training.rules.flat_rules import steps_beside
-from memplan.training.rules.method_rules import DISTILLED, REFERRED, UNREFERRED
+from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.stack_defaults import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 
@@ -150,12 +151,7 @@ class TrainingSetup:
     @property
     def generates_rows(self) -> bool:
         """Whether rows are generated that a loss over whole rows is formed of, as it is of those of the data."""
-        return self.generates and self.config.method.stage in DISTILLED
-
-    @property
-    def generates_within(self) -> bool:
-        """Whether each of several micro-steps generates its own rows, beside gradients of those before."""
-        return self.generates_rows and self.config.gradient_accumulation_steps > 1
+        return self.generates and self.profile.loss == "divergence"
 
     @property
     def caches_generated(self) -> bool:
@@ -203,10 +199,11 @@ class TrainingSetup:
 
         Source:
             ``_generate_and_score_completions`` in trl/trainer/grpo_trainer.py (1.16.0): where steps and generations are
-            not aligned, and always where an engine generates.
+            not aligned, and always where an engine generates; a teacher is asked of them in the step itself.
         """
         every = self.generated_micro_batches * self.rollout.iterations
-        return self.rollout.engine != "transformers" or self.config.gradient_accumulation_steps % every != 0
+        apart = self.rollout.engine != "transformers" or self.config.gradient_accumulation_steps % every != 0
+        return apart and self.config.method.stage not in DISTILLED
 
     @property
     def copies_logits(self) -> bool:
@@ -247,7 +244,8 @@ class TrainingSetup:
     @property
     def disables_dropout(self) -> bool:
         """Whether the trainer switches off the model's dropout (``disable_dropout`` in trl/trainer/dpo_config.py and others, 1.16.0)."""
-        return self.config.method.stage in REFERRED | UNREFERRED | DISTILLED | {"reward"} and not self.has_value_head
+        method, stages = self.config.method, REFERRED | UNREFERRED | DISTILLED | {"reward"}
+        return method.stage in stages and not self.has_value_head and not on_policy(method)
 
     @property
     def trains_codes(self) -> bool:

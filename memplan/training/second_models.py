@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from memplan.catalog.config_keys.method_keys import Images, Method, SecondModel
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -11,11 +12,12 @@ from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLaye
 from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.distillation_rules import RETURNED, on_policy, outside_autocast
 
 TEACHER = "teacher"
 """What a teacher is called among the models beside the one that is trained, and what names of its tensors begin with."""
 
-DEFAULT_DTYPE = "bf16"
+DEFAULT_DTYPE: Literal["bf16"] = "bf16"
 """Of weights as most checkpoints have them, which loading takes over where nothing is asked for: ``dtype`` is then ``auto``
 (``from_pretrained`` in transformers/modeling_utils.py, 5.24.0)."""
 
@@ -37,10 +39,14 @@ def second_config(config: TrainingConfig, given: SecondModel) -> TrainingConfig:
     Its kernels are the stack's own: what a config says of kernels, and Liger's, are of the model that is trained.
     """
     dtype = given.dtype or DEFAULT_DTYPE
+    compute = (
+        (given.dtype or DEFAULT_DTYPE) if on_policy(config.method) else config.compute_dtype
+    )  # out of autocast, it is what weights are in
     weights = {"default": dtype} | ({"hidden_matrix": given.weights} if given.weights is not None else {})
     return replace(
         config,
         weights=weights,
+        compute_dtype=compute,
         master_weights="none",
         gradients=Gradients(),
         optimizer={},
@@ -66,9 +72,8 @@ def second_config(config: TrainingConfig, given: SecondModel) -> TrainingConfig:
 
 
 def as_it_runs(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup of a second model as tapes have it: without the adapters that stand for its being frozen, and without a loss."""
-    profile = replace(setup.profile, loss="logits")
-    return replace(setup, config=replace(setup.config, adapter=None), profile=profile)
+    """Return the setup of a second model as tapes have it: without the adapters that stand for its being frozen."""
+    return replace(setup, config=replace(setup.config, adapter=None))
 
 
 def without_dropout(model: Model) -> Model:
@@ -76,10 +81,16 @@ def without_dropout(model: Model) -> Model:
     return replace(model, spec=replace(model.spec, dropout=0.0, attention_dropout=0.0))
 
 
-def with_cache(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup of a second model that is called as it was loaded, and so returns keys and values as copies.
+def as_called(setup: TrainingSetup, method: Method) -> TrainingSetup:
+    """Return the setup of a second model as the trainer of ``method`` calls it: as it was loaded, so that it returns logits, and keys and
+    values as copies; or its layers alone, for hidden states.
 
     Source:
-        ``compute_loss`` in trl/experimental/gkd/gkd_trainer.py (1.16.0); ``DynamicLayer.update`` in transformers/cache_utils.py (5.24.0).
+        ``compute_loss`` in trl/experimental/gkd/gkd_trainer.py and ``_get_last_hidden_state`` in trl/trainer/distillation_trainer.py
+        (1.16.0); ``DynamicLayer.update`` in transformers/cache_utils.py (5.24.0).
     """
+    assert method.trainer is not None, "a setup's config is filled in"
+    setup = replace(setup, profile=replace(setup.profile, loss=RETURNED[method.trainer]))
+    if on_policy(method):
+        return replace(setup, stack=outside_autocast(setup.stack))
     return replace(setup, stack=replace(setup.stack, loop=replace(setup.stack.loop, cache="copies", balances=False)))

@@ -95,11 +95,52 @@ def test_a_step_that_generates_its_rows_has_a_cache_where_nothing_is_computed_ag
     assert twice["generation"] - once["generation"] == plan().memory.states.gradient_bytes + rows
 
 
+CORE = {"method__trainer": "distillation", "method__rollout__completion_length": 128}
+"""Settings of a job that ``DistillationTrainer`` runs."""
+
+
+def test_tiles_of_logits_take_the_place_of_whole_ones():
+    whole, tiled = (plan(sequence_length=4096, **more).memory for more in ({}, CORE))
+    assert whole.requested_bytes - tiled.requested_bytes > 4 * 4 * 151_936 * 4095
+    assert tiled.states == whole.states
+    tile = 2 * 4 * 32_768  # of both models, in fp32
+    sizes = {length: plan(**CORE | {"method__rollout__completion_length": length}) for length in (64, 128)}
+    backward = {length: dict(own.memory.instants)["loss backward"] for length, own in sizes.items()}
+    assert backward[128] - backward[64] > 64 * tile
+    assert "hidden states stay" in " ".join(tiled.assumptions)
+
+
+def test_rows_of_all_micro_steps_are_generated_together():
+    once, twice = (plan(**CORE, gradient_accumulation_steps=n).memory for n in (1, 2))
+    cached = 2 * 2 * 128 * 24 * 255  # keys and values of a row, in bf16
+    grown = dict(twice.instants)["generation"] - dict(once.instants)["generation"]
+    assert grown > cached
+    served = plan(**CORE, method__rollout__engine="vllm")
+    assert "generation" in dict(served.memory.instants)  # rows in another order
+    assert dict(served.memory.instants)["generation"] < dict(once.instants)["generation"]
+
+
+def test_a_model_out_of_autocast_multiplies_in_the_dtype_of_its_weights():
+    wide = {"weights__default": "fp32", "optimizer__default": "adamw-fp32"}
+    with pytest.raises(InvalidFileError, match=r"out of autocast.*compute_dtype: fp32"):
+        plan(**CORE, **wide)
+    mixed = plan(**CORE, **wide, compute_dtype="fp32", method__teacher__dtype="bf16")
+    assert mixed.memory.requested_bytes > plan(**CORE).memory.requested_bytes
+    assert plan(**CORE).training["method"]["divergence"] == "reverse-kl"
+
+
+def test_an_evaluation_generates_its_rows_too():
+    few, many = (plan(**CORE, evaluation=True, evaluation_batch_size=rows).memory for rows in (1, 8))
+    assert dict(many.instants)["generation"] > dict(few.instants)["generation"]
+    assert dict(many.instants)["evaluation"] > dict(few.instants)["evaluation"]
+
+
 def test_what_a_plan_says_is_read_back_as_the_same_job():
-    first = plan(method__divergence="reverse-kl", method__teacher__weights="nf4")
-    again = plan_by_share(STUDENT, gpu="h200", config=first.training)
-    assert again.memory.requested_bytes == first.memory.requested_bytes
-    assert again.training == first.training
+    for more in ({}, CORE):
+        first = plan(method__divergence="forward-kl", method__teacher__weights="nf4", **more)
+        again = plan_by_share(STUDENT, gpu="h200", config=first.training)
+        assert again.memory.requested_bytes == first.memory.requested_bytes
+        assert again.training == first.training
 
 
 @pytest.mark.parametrize(
@@ -145,6 +186,20 @@ def test_what_a_plan_says_is_read_back_as_the_same_job():
             },
             CannotAnswerError,
             "generation by experts without a cache",
+        ),
+        ({"method__trainer": "distillation"}, InvalidFileError, "say method.rollout.completion_length"),
+        ({**CORE, "autocast": True}, InvalidFileError, "out of autocast.*leave it out"),
+        ({**CORE, "kernels__loss": "divergence"}, CannotAnswerError, "compares a student with its teacher"),
+        ({**CORE, "method__stage": "sft"}, InvalidFileError, "sft has no teacher"),
+        (
+            {**CORE, **dict.fromkeys(("compute_dtype", "weights__default"), "fp16"), "adapter": {"rank": 8}},
+            CannotAnswerError,
+            "fp16, whose loss a scaler",
+        ),
+        (
+            {**CORE, "adapter": {"rank": 8, "modules_to_save": ["lm_head"]}, "optimizer__default": "adamw-fp32"},
+            CannotAnswerError,
+            "copies that train",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from typing import Literal
 from memplan.documents.frozen_values import dataclass
 
 Divergence = Literal["forward-kl", "reverse-kl", "jsd"]
+DistillingTrainer = Literal["gkd", "distillation"]
 
 Stage = Literal[
     "sft", "classification", "embedding", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "distillation"
@@ -100,6 +101,8 @@ class Method:
         labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
         teacher: The model that a step learns from, which distillation alone has.
         divergence: What student and teacher are compared by; None is as the trainer has it.
+        trainer: What runs a distillation: ``gkd`` compares whole logits, of rows of the data or generated; ``distillation`` hidden
+            states, tile by tile, of generated rows alone. None is ``gkd``.
     """
 
     stage: Stage = "sft"
@@ -110,6 +113,7 @@ class Method:
     balances: bool | None = None
     teacher: SecondModel | None = None
     divergence: Divergence | None = None
+    trainer: DistillingTrainer | None = None
     embedding: Embedding | None = None
 
 

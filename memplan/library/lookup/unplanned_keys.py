@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from memplan.catalog.config_keys.method_keys import Embedding, Rollout
 from memplan.errors import CannotAnswerError, printable
-from memplan.training.rules.method_rules import DISTILLED, GENERATING
+from memplan.training.rules.distillation_rules import DISTILLED
+from memplan.training.rules.method_rules import GENERATING
 
 
 def without_keys(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
@@ -78,4 +79,4 @@ def _taught(method: Mapping[str, Any]) -> dict[str, Any]:
         "weights": method.get("teacher_weights"),
     }
     said = {key: value for key, value in teacher.items() if value is not None}
-    return {"teacher": said or None, "divergence": method.get("divergence")}
+    return {"teacher": said or None, "divergence": method.get("divergence"), "trainer": method.get("trainer")}

@@ -139,9 +139,11 @@ class FormsByRegime:
             return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
 
         prompt = max(1, length - self.setup.completion_length)
-        requested = Completions(batch * self.setup.generated_micro_batches, prompt, length)
+        evaluated = (self.setup.config.evaluation_batch_size or 0) if self.setup.config.evaluation else 0
+        requested = Completions(max(batch * self.setup.generated_micro_batches, evaluated), prompt, length)
         # between micro-steps, too, where a step generates the rows of each by itself
-        formed = self.states.gradient_bytes if self.setup.generates_within else 0
+        within = self.setup.generates_rows and self.setup.config.gradient_accumulation_steps > 1
+        formed = self.states.gradient_bytes if within else 0
         beside = constant_form(Part.GRADIENTS, formed)
         for moment in generation_moments(self.model.spec, setup, requested, tapes):
             yield moment.around(beside)

@@ -52,6 +52,7 @@ class EndSettings:
     # What distillation compares whole logits with a teacher's by, and what that returns besides (``FrozenModel.cached``).
     divergence: Divergence | None = None
     cached: tuple[tuple[int, int], ...] = ()
+    compared: tuple[int, int] = (0, 0)  # Width of a teacher's hidden states, and bytes of an element of them
     chosen_nll: bool = False  # Whether the likelihood of chosen answers is a second loss
     # Whether a head of values beside the model's own alone is learnt from; and whether the other asks for gradients yet.
     value_head: bool = False
@@ -119,6 +120,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
         divergence=setup.config.method.divergence,
         cached=() if setup.teacher is None else setup.teacher.cached,
+        compared=_compared(setup),
         chosen_nll=bool(setup.config.method.chosen_nll),
         value_head=setup.has_value_head,
         own_head_trains=setup.has_value_head and setup.config.adapter is None,
@@ -127,6 +129,12 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         layer_input=spec.layer_input,
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )
+
+
+def _compared(setup: TrainingSetup) -> tuple[int, int]:
+    """Return the width of a teacher's hidden states, and the bytes of an element of them."""
+    second = setup.teacher
+    return (0, 0) if second is None else (second.model.spec.hidden_size, second.setup.residual_bytes)
 
 
 def _arguments(

@@ -18,7 +18,7 @@ from memplan.step.losses.cross_entropy import (
     cross_entropy_in_pieces,
     tiled_cross_entropy,
 )
-from memplan.step.losses.divergence_loss import whole_divergence
+from memplan.step.losses.divergence_loss import tiled_divergence, whole_divergence
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import (
     answered,
@@ -30,6 +30,7 @@ from memplan.step.losses.preference_loss import (
     weighted_cross_entropy,
 )
 from memplan.step.losses.token_chunk_loss import (
+    IN_PIECES,
     TOKEN_CHUNKS,
     stretched_cross_entropy,
     stretched_logits,
@@ -43,16 +44,11 @@ from memplan.training.adapted_ends import VALUE_HEAD
 
 MOST_ENDS = 128  # Kinds of ends that are remembered, as many as of layers
 
-FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
+FUSED_LOSSES = ("fused-head", "fused-divergence", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
 
 COMPARED = ("log-probabilities", "divergence", "logits")
 """Losses that a trainer forms of whole logits when the model's forward has ended, and those logits alone."""
-
-IN_PIECES = (
-    "fp32-pieces",
-    "fp32-stretches",
-)  # of LitGPT, whose loops let go of the last logits when they have new ones
 
 NAMED = ((Quantity.TOKENS, 0),)
 """Stands for what a model has names for until its norm is done, where its layers are given nothing besides."""
@@ -96,6 +92,8 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
     if settings.pooling is not None:
         return Head(Section(builder.tape, entry, pooled(builder, normed, settings.pooling)), normed, (), None, None)
+    if settings.loss == "hidden-states":
+        return Head(Section(builder.tape, entry, normed), normed, (), None, None)
     if settings.value_head:
         values = tuple([builder.weight(f"{VALUE_HEAD}.{part}") for part in ("weight", "bias")])
         return Head(Section(builder.tape, entry, _valued(builder, settings, normed)), normed, values, None, None)
@@ -158,6 +156,8 @@ def evaluated_head(settings: EndSettings, weights: Named, element_bytes: int, *,
     entry, normed = _final_norm(builder, settings, True, element_bytes)
     if settings.pooling is not None:
         return Section(builder.tape, entry, pooled(builder, normed, settings.pooling))
+    if settings.loss == "hidden-states":
+        return Section(builder.tape, entry, normed)
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":
         return Section(
             builder.tape, entry, _fused_loss(builder, settings, normed, head_weights(settings, builder.weights))
@@ -199,6 +199,8 @@ def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequ
         return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, **how)
     if settings.loss == "fused-head":
         return tiled_cross_entropy(builder, x, weights, settings.vocab_size, answers=settings.answers)
+    if settings.loss == "fused-divergence":
+        return tiled_divergence(builder, x, weights, settings.vocab_size, settings.compared)
     if settings.loss == "cut-cross-entropy":
         return cut_cross_entropy(builder, x, weights, settings.vocab_size)
     if settings.loss in TILED:

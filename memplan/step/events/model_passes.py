@@ -8,14 +8,13 @@ from functools import partial
 
 from memplan.documents.frozen_values import dataclass
 from memplan.step.alive_around_layers import names_given
-from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.around_step import Around
 from memplan.step.events.chunk_events import loss_over_chunks
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp, leave_region
 from memplan.step.events.head_events import measure_answers, measure_logits
 from memplan.step.head_instants import joined_in_place
-from memplan.step.losses.token_chunk_loss import left_by_stretch
+from memplan.step.losses.token_chunk_loss import IN_PIECES, left_by_stretch
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import evaluated_model, names_embedded, reference_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN

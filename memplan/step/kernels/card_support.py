@@ -181,7 +181,7 @@ def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
             yield f"kernels.{key}", getattr(profile, key), "triton-kernels"
     if setup.config.adapter is not None and profile.adapters != "composite":
         yield "kernels.adapters", profile.adapters, "triton-kernels"
-    if profile.loss == "fused-head":
+    if profile.loss in ("fused-head", "fused-divergence"):
         yield "kernels.loss", profile.loss, "trl-fused-head"
 
 

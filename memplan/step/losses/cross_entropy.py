@@ -168,7 +168,7 @@ def tiled_cross_entropy(
         tile, again = (
             _tile(x, weights[0], compute, vocab_size, several=several, backward=backward) for backward in (False, True)
         )
-        wide, stay = _sums(x, predicted, weights)
+        wide, stay = sums_in_fp32(x, predicted, weights)
         again, gone = _when_cast(again, vocab_size, x.width * compute) if wide else (again, [])
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
@@ -224,7 +224,7 @@ def _when_cast(sizes: Sizes, vocab_size: int, row: int) -> tuple[Sizes, Sizes]:
     return [*others, *([(ONE, last)] if last else [])], [*rows, *passed]
 
 
-def _sums(x: Value, rows: Quantity, weights: Sequence[Weight]) -> tuple[Sizes, Sizes]:
+def sums_in_fp32(x: Value, rows: Quantity, weights: Sequence[Weight]) -> tuple[Sizes, Sizes]:
     """Return the gradients in fp32 that a backward casts at its end, those of a head's weight and bias too, and those that it returns as they are."""
     trained = [weight for weight in weights if weight.trainable]
     sums = [(x.element_bytes, (rows, 4 * x.width))]

@@ -1,12 +1,13 @@
-"""What distillation forms of whole logits, a student's and its teacher's, on a tape: their divergence."""
+"""What distillation compares of a student and its teacher, on a tape: whole logits, or hidden states whose logits are formed tile by tile."""
 
 from collections.abc import Sequence
 
 from memplan.catalog.config_keys.method_keys import Divergence
 from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.losses.cross_entropy import TILES, sums_in_fp32
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight, summed_as_stored
 
 MASK_BYTES = 1
 """Of a token: whether it counts."""
@@ -111,3 +112,88 @@ def _mean(tape: Tape, losses: Value) -> Value:
     with tape.alive(chosen):
         loss = tape.value(ONE, 0, losses.element_bytes, part=Part.LOGITS)
         return tape.apply("sum", [(seen, SAME)], loss, traits=SAVES_NOTHING)
+
+
+# -------------------------------------------------------------------- hidden states, tile by tile
+TILE_COLUMNS = 32_768
+"""Columns of the vocabulary in a tile of either's logits in fp32 (``VOCAB_CHUNK_SIZE`` in trl/kernels/chunked_divergence.py, 1.16.0)."""
+STATISTICS_BYTES = 11 * 4
+"""Of a token: what tiles of both are folded into, which goes when the loss has been formed of it."""
+SAVED_BYTES = 3 * 4
+"""Of a token: the logs of both sums of exponentials, and the divergence that its gradient is formed with."""
+
+
+def tiled_divergence(
+    builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int, compared: tuple[int, int]
+) -> Value:
+    """Record both heads and the divergence of the tokens that were generated, tile by tile; return the loss.
+
+    Rows of those tokens are copied out by a mask, where there are several sequences from copies that lie in order. Backward forms
+    tiles of both again, those of the student in fp32, then cast, and adds up gradients in fp32, which are cast at its end.
+
+    Args:
+        weights: The student's head, and its bias where it has one.
+        vocab_size: Rows of either head.
+        compared: Width of the teacher's hidden states, and bytes of an element of them.
+
+    Source:
+        ``_compute_loss`` and ``_chunked_divergence_loss`` in trl/trainer/distillation_trainer.py, ``ChunkedDivergenceFunction`` in
+        trl/kernels/chunked_divergence.py (1.16.0).
+    """
+    tape, answers, (width, size) = builder.tape, Quantity.ANSWER_TOKENS, compared
+    theirs = tape.make("teacher's hidden states", tape.value(Quantity.TOKENS, width, size))
+    with tape.alive(x, theirs):
+        rows = Value(x.storage, answers, x.coefficient, x.element_bytes)
+        tape.apply("slice", [(x, NEW)], rows, traits=SAVES_NOTHING)
+        mask, copies = tape.make("mask", tape.value(answers, 1, MASK_BYTES)), []
+        if not builder.settings.regime.one_sequence:
+            cut, rows = rows, tape.value(answers, x.width, x.element_bytes)
+            tape.apply("copy", [(cut, NEW)], rows, traits=SAVES_NOTHING)
+            copies = [rows, tape.make("copy", tape.value(answers, width, size))]
+        chosen = tape.value(answers, x.width, x.element_bytes)
+        with tape.alive(mask, *copies):
+            tape.apply("choose rows", [(rows, NEW)], chosen, [mask])
+            others = tape.make("choose rows", tape.value(answers, width, size))
+        with tape.alive(mask, others):
+            divergence = _of_tiles(builder, chosen, others, weights, vocab_size)
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply("mean", [(divergence, NEW)], loss, traits=SAVES_NOTHING)
+
+
+def _of_tiles(builder: Builder, rows: Value, others: Value, weights: Sequence[Weight], vocab_size: int) -> Value:
+    """Record the divergence of chosen rows, whose tiles of logits are there in neither direction all at once; return it."""
+    tape, answers = builder.tape, Quantity.ANSWER_TOKENS
+    both = (Quantity.TILE_TOKENS, 2 * 4 * TILE_COLUMNS)
+    cast, gone = _cast_tiles(rows.element_bytes, vocab_size, several=builder.settings.regime.several_tiles)
+    wide, stay = sums_in_fp32(rows, answers, weights)
+    traits = Traits(
+        scratch=[both, (answers, STATISTICS_BYTES)],
+        workspace=[*wide, both, (answers, 4), *cast],
+        custom=True,
+        forms_last=bool(wide),
+        gone=[*gone, *stay] if wide else [],
+    )
+    if not wide:
+        traits = traits._replace(workspace=[*traits.workspace, *gone])
+    divergence, saved = tape.value(answers, 1, 4, part=Part.LOGITS), tape.value(answers, SAVED_BYTES, 1)
+    own = [summed_as_stored(weight) for weight in weights]
+    tape.apply(TILES, [(rows, NEW)], (divergence, saved), [rows, others, saved], own, traits)
+    return divergence
+
+
+def _cast_tiles(size: int, vocab_size: int, *, several: bool) -> tuple[Sizes, Sizes]:
+    """Return the last cast of a tile of gradients, and what there has been besides: one has its name until the next is there.
+
+    Args:
+        size: Bytes of an element of what is cast to; fp32 is not cast.
+        several: Whether there is a second tile of tokens, the first being full then.
+    """
+    if size == 4:
+        return [], []
+    tile, last = Quantity.TILE_TOKENS, ((vocab_size - 1) % TILE_COLUMNS + 1) * size
+    if not several:
+        return [(tile, last)], [(tile, min(vocab_size, 2 * TILE_COLUMNS) * size - last)]
+    following = Quantity.NEXT_TILE_TOKENS
+    if vocab_size <= TILE_COLUMNS:
+        return [(following, last)], [(tile, last)]
+    return [(following, last)], [(tile, min(vocab_size, 2 * TILE_COLUMNS) * size), (following, -last)]

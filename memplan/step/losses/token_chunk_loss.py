@@ -18,6 +18,8 @@ STRETCH_TOKENS = 128
 
 MOST_PIECES = {"fp32-pieces": 2**14, "fp32-stretches": 2**10}
 """More than these are not planned: operations of each are gone through, which takes seconds."""
+IN_PIECES = tuple(MOST_PIECES)
+"""Losses of LitGPT's, whose loops let go of the last logits when they have new ones."""
 
 
 def pieces_of(loss: str, batch: int, length: int) -> int:

@@ -21,7 +21,7 @@ PROMPT_BYTES = 2 * 8
 
 def prompt_rows(setup: TrainingSetup, micro_steps: int) -> Form:
     """Return prompts by themselves, which rows that a teacher judges come with: of one token, where nothing is generated from them."""
-    if setup.teacher is None:
+    if setup.profile.loss != "divergence":
         return ZERO
     size, answer = PROMPT_BYTES * micro_steps, setup.completion_length
     one = single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, size)
@@ -35,7 +35,7 @@ def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:
         batch += ROW_NUMBER_BYTES * micro_steps
     if setup.scores:
         batch = batch * 2 // 3  # no labels
-    if setup.teacher is not None:
+    if setup.profile.loss == "divergence":
         batch += BYTE_OFFSETS_BYTES * micro_steps
     if setup.config.method.stage == "kto":
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
@@ -51,6 +51,8 @@ def evaluated_rows(setup: TrainingSetup) -> Form:
     """
     if setup.stack.evaluates_in_place and not setup.evaluates_apart:
         return ZERO
+    if setup.answer_length:
+        return single_form(Part.ACTIVATIONS, Quantity.TOKENS, ID_BYTES + MASK_BYTES)
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup))
 
 
@@ -63,6 +65,7 @@ def generated_rows(setup: TrainingSetup) -> Form:
     together = setup.generated_micro_batches
     engine, compared = setup.rollout.engine != "transformers", setup.config.method.reference_model != "none"
     logs = 4 * (setup.keeps_old_log_probabilities + engine + compared)  # an engine tells those that it sampled by
+    logs = 0 if setup.teacher is not None else logs
     rows = single_form(Part.ACTIVATIONS, Quantity.TOKENS, (ID_BYTES + MASK_BYTES) * together)
     return rows + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, logs * together)
 
@@ -76,5 +79,6 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
     if not setup.joins_rows:
         return ZERO
     saved = ID_BYTES if setup.config.adapter is None else 0
-    retained = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved
+    labels = 0 if setup.copies_logits or setup.teacher is not None else LABEL_BYTES
+    retained = ID_BYTES + MASK_BYTES + labels if forward else saved
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, retained)

@@ -11,6 +11,7 @@ from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
 from memplan.training.parallelism import parallel_problems
 from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.rules.distillation_rules import teacher_problems
 from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_problems
 from memplan.training.rules.image_rules import image_problems, out_of_range
@@ -161,6 +162,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
         yield from _narrow_weights(whole, stack)
         yield from _layer_problems(whole, stack)
         yield from method_problems(whole, stack)
+        yield from teacher_problems(whole, format_name(whole, "hidden_matrix"))
         hidden = format_name(config, "hidden_matrix")
         yield from never_run(whole, stack, catalog.formats.name_of(hidden) if hidden in catalog.formats else hidden)
     yield from parallel_problems(config.parallel)

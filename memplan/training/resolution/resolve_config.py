@@ -27,6 +27,7 @@ from memplan.training.resolution.config_problems import (
     refuse_unmodelled,
 )
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.distillation_rules import on_policy
 from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import (
@@ -48,8 +49,8 @@ from memplan.training.second_models import (
     DEFAULT_DTYPE,
     TEACHER,
     FrozenModel,
+    as_called,
     second_config,
-    with_cache,
     without_dropout,
 )
 from memplan.training.stack_models import built_by, with_model_built
@@ -144,12 +145,12 @@ def _frozen(
     if given.weights in FLOAT_BYTES and given.weights != dtype:
         told = f"a {role} that is not quantised is loaded in one dtype; use method.{role}.dtype: {given.weights} in its place"
         raise InvalidFileError([f"method.{role}.weights: {told}"])
-    if dtype not in ("fp32", compute):
+    if dtype not in ("fp32", compute) and not on_policy(config.method):
         narrow = "fp32" if compute == "fp32" else f"{compute}, or fp32"
         raise CannotAnswerError(
             f"method.{role}.dtype: {dtype} beside products in {compute} is not modelled; use {narrow}"
         )
-    setup = with_cache(resolve(second_config(config, given), catalog, f"method.{role}"))
+    setup = as_called(resolve(second_config(config, given), catalog, f"method.{role}"), config.method)
     model = built_by(beside[role], setup)
     return FrozenModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))
 

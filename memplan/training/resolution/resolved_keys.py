@@ -30,6 +30,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
         "embedding",
         "teacher",
         "divergence",
+        "trainer",
     )  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None

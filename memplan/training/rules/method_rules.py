@@ -12,6 +12,14 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
+from memplan.training.rules.distillation_rules import (
+    DISTILLED,
+    LOSSES,
+    distillation_refusals,
+    on_policy,
+    outside_autocast,
+    with_teacher,
+)
 from memplan.training.rules.embedding_rules import embedding_problems, embedding_refusals
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.stack_rules import FLOATS, beside_codes
@@ -23,8 +31,6 @@ UNREFERRED = frozenset(("orpo", "cpo", "simpo"))
 """Stages whose loss compares log-probabilities of whole logits with each other, and with no reference model's."""
 GENERATING = frozenset(("grpo",))
 """Stages that learn from completions which the model generates, and may stay near a reference model."""
-DISTILLED = frozenset(("distillation",))
-"""Stages that learn from a teacher: a frozen model of its own."""
 
 MOST_LABELS = 2**20
 """No head has more classes; a larger number is a slip."""
@@ -43,10 +49,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, chosen_nll=True)
     if method.stage in GENERATING and method.rollout is None:
         method = replace(method, rollout=Rollout())
-    if method.stage in DISTILLED and method.divergence is None:
-        method = replace(method, divergence="jsd")  # ``beta`` is 0.5 (trl/experimental/gkd/gkd_config.py, 1.16.0)
-    if method.stage in DISTILLED and method.rollout is not None and method.rollout.micro_batches is None:
-        method = replace(method, rollout=replace(method.rollout, micro_batches=1))  # ``training_step`` there
+    if method.stage in DISTILLED:
+        method = with_teacher(method)
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
     if method.stage == "embedding":
@@ -70,8 +74,8 @@ def _merges(texts: Embedding) -> bool:
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
     """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
-    if config.method.stage in DISTILLED:
-        return replace(profile, loss="divergence")
+    if config.method.stage in DISTILLED and config.method.trainer is not None:
+        return replace(profile, loss=LOSSES[config.method.trainer])
     return replace(profile, loss="log-probabilities") if _compares_whole(config, stack) else profile
 
 
@@ -119,8 +123,9 @@ def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageForma
         ``ORPOTrainer.__init__`` and ``peft_module_casting_to_bf16`` in trl/experimental (1.16.0), ``SFTTrainer.__init__`` in
         trl/trainer/sft_trainer.py (0.9.6): norms alone stay in fp32 beside weights of four bits under bf16.
     """
-    if config.method.stage in GENERATING:
-        return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+    if config.method.stage in GENERATING or on_policy(config.method):
+        stack = replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+        return outside_autocast(stack) if on_policy(config.method) else stack
     own = stack.pair_kbit_floats if config.method.stage in UNREFERRED else None
     floats = own or stack.kbit_floats
     alike = floats == "fp32-norms" and (hidden.product == "integers" or config.compute_dtype != "bf16")
@@ -141,9 +146,6 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         yield from _rollout_problems(config, method.rollout)
     if method.embedding is not None:
         yield from embedding_problems(config, method.embedding)
-    yield from _teacher_problems(method)
-    if config.kernels.loss == "divergence" and method.stage not in DISTILLED:
-        yield ("kernels", "loss"), "divergence from a teacher's logits is the loss of distillation; leave it out"
     if method.labels is not None and method.stage != "classification":
         yield ("method", "labels"), f"{method.stage} has no classes; leave it out"
     else:
@@ -163,16 +165,6 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         )
 
 
-def _teacher_problems(method: Method) -> Iterator[tuple[Path, str]]:
-    """Yield what a config says of a teacher that cannot be."""
-    distils = method.stage in DISTILLED
-    if distils and (method.teacher is None or not method.teacher.model):
-        yield ("method", "teacher"), f"{method.stage} learns from a teacher; name one: method.teacher.model"
-    for key in () if distils else ("teacher", "divergence"):
-        if getattr(method, key) is not None:
-            yield ("method", key), f"{method.stage} has no teacher; leave it out"
-
-
 def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
     """Yield what a config says of generated completions that cannot be."""
     path, stage = ("method", "rollout"), config.method.stage
@@ -186,11 +178,10 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
     for key in ("micro_batches", "iterations") if stage in DISTILLED else ():
-        if getattr(rollout, key) not in (None, 1):
-            yield (
-                (*path, key),
-                f"{stage} generates the rows of each micro-batch by themselves, for one step; leave it out",
-            )
+        together = key == "micro_batches" and on_policy(config.method)
+        if getattr(rollout, key) not in ((None,) if together else (None, 1)):
+            rows = "all micro-batches together" if on_policy(config.method) else "each micro-batch by themselves"
+            yield (*path, key), f"{stage} generates the rows of {rows}, for one step; leave it out"
     micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
     if stage in GENERATING and config.micro_batch_size * micro_batches * config.parallel.data < 2:
         yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
@@ -248,9 +239,8 @@ def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog)
     if stage not in stack.stages:
         planned = f"planned of it are {', '.join(stack.stages)}{_another_way(stage, stack, catalog)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}"
-    elif stage in DISTILLED and config.kernels.loss not in (None, "divergence"):
-        text = f"{config.kernels.loss} is not what {stack.label} compares a student with its teacher by; leave it out"
-        yield ("kernels", "loss"), text
+    elif stage in DISTILLED:
+        yield from distillation_refusals(config, stack)
     elif _compares_whole(config, stack) and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""
@@ -285,13 +275,8 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     stage, whole = config.method.stage, _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
     if stage in DISTILLED and config.joined_rows:
-        # ``DataCollatorForChatML`` in trl/experimental/utils.py (1.16.0)
-        yield ("joined_rows",), f"{stage} as {stack.label} runs it joins no rows: its collator pads them; leave it out"
-    elif stage in DISTILLED and config.method.rollout is not None and config.method.rollout.engine != "transformers":
-        yield (
-            ("method", "rollout", "engine"),
-            f"{stage} as {stack.label} runs it generates by the model itself; use transformers",
-        )
+        # ``DataCollatorForChatML`` in trl/experimental/utils.py; ``DistillationTrainer`` generates its rows (1.16.0)
+        yield ("joined_rows",), f"{stage} as {stack.label} runs it joins no rows: it pads them; leave it out"
     elif whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
         text = f"generation by the model itself is not modelled for {stack.label}; use vllm or server, or --stack trl"
         yield ("method", "rollout", "engine"), text

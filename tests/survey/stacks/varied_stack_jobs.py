@@ -6,7 +6,8 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.training.rules.method_rules import DISTILLED, GENERATING, REFERRED
+from memplan.training.rules.distillation_rules import DISTILLED
+from memplan.training.rules.method_rules import GENERATING, REFERRED
 from tests.survey.drawn_jobs import Job
 from tests.survey.drawn_models import IMAGE_FAMILIES, image_model
 from tests.survey.stacks.drawn_stack_jobs import CARDS, LLAMA_LIKE, StackJob
@@ -35,6 +36,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
         if rng.random() < GENERATED_SHARE / 2:
             training["method"]["rollout"] = {"completion_length": rng.choice((2, 6, 20))}
         training["method"] |= _teacher(rng, job.job.model, str(training["compute_dtype"]))
+    if stage in DISTILLED and Random(f"memplan trainers {seed} {number}").random() < CORE_SHARE:
+        _by_core_trainer(rng, training)
     if stage in ("cpo", "simpo") and rng.random() < 0.4:
         training["method"]["chosen_nll"] = False
     if stage == "embedding":
@@ -44,6 +47,25 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))
+
+
+CORE_SHARE = 0.5
+"""Share of distillations that ``DistillationTrainer`` runs."""
+
+
+def _by_core_trainer(rng: Random, training: dict[str, Any]) -> None:
+    """Make a distillation one of ``DistillationTrainer``: of generated rows, out of autocast, in no fp16 that a scaler is beside."""
+    weights, method, length = dict(training["weights"]), training["method"], int(training["sequence_length"])
+    if weights["default"] == "fp16" or training["compute_dtype"] == "fp16":
+        weights["default"] = "bf16"
+        training["optimizer"] = {"default": "adamw-fp32" if "adapter" in training else "adamw-bf16"}
+    training |= {"weights": weights, "compute_dtype": weights["default"]}
+    training.pop("loss_scaling", None)
+    method["trainer"] = "distillation"
+    engine = "transformers" if rng.random() < GENERATED_SHARE / 2 else rng.choice(("vllm", "server"))
+    answer = min(length - 1, rng.choice((1, 6, 20, length // 2, length - 1)))
+    method["rollout"] = {"completion_length": answer, "engine": engine}
+    method["teacher"] = {**method["teacher"], "dtype": rng.choice(("bf16", "fp32"))}
 
 
 TEACHERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "olmo2", "qwen3_moe", "granite")

@@ -9,10 +9,12 @@ from unittest import mock
 import torch
 from transformers.generation import utils
 
+from memplan.catalog.config_keys.method_keys import Method
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.huggingface.trainer_loop import in_its_precision
 from memplan.trace.stacks.registry import StackInputs
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.distillation_rules import DISTILLED, on_policy
 from memplan.training.rules.method_rules import GENERATING
 
 GENERATION = "generation"
@@ -22,6 +24,8 @@ GENERATION = "generation"
 def rollout_arguments(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keywords of ``GRPOConfig`` for a job."""
     config, rollout = setup.config, setup.rollout
+    if config.method.stage in DISTILLED:
+        return {"max_completion_length": rollout.completion_length, "beta": BETAS[str(config.method.divergence)]}
     return {
         "max_completion_length": rollout.completion_length,
         "num_generations": config.micro_batch_size * setup.generated_micro_batches,
@@ -31,12 +35,18 @@ def rollout_arguments(setup: TrainingSetup) -> dict[str, Any]:
     }
 
 
+def learns_generated(method: Method) -> bool:
+    """Tell whether a trainer learns from rows that it generates for several micro-steps together."""
+    return method.stage in GENERATING or on_policy(method)
+
+
 def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
     """Let a trainer take completions of full length as generated, and say when it generates."""
     setup = inputs.setup
     length, rollout = setup.config.sequence_length, setup.rollout
     prompt, completion = [1] * (length - rollout.completion_length), [1] * rollout.completion_length
     by_engine = rollout.engine != "transformers"  # an engine tells the log-probabilities of what it samples
+    scored = setup.config.method.stage in GENERATING
 
     def tokenized(prompts: list[Any]) -> Any:
         return [list(prompt) for _ in prompts], None, {}
@@ -44,6 +54,8 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
     def generated(prompts: list[Any], *_: Any, **__: Any) -> Any:
         logs = [[0.0] * len(completion) for _ in prompts] if by_engine else None
         rows = [list(completion) for _ in prompts]
+        if not scored:
+            return rows
         return (rows, logs) if apart else (tokenized(prompts)[0], rows, logs, {})
 
     apart = hasattr(trainer, "_tokenize_prompts")
@@ -52,8 +64,9 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
         trainer._generate_single_turn, trainer.use_vllm = generated, True
     else:
         trainer.generation_config.use_cache = True  # as models have it that are loaded by their names
-    trainer._calculate_rewards = lambda rows, *_: torch.zeros(len(rows), 1, device=trainer.accelerator.device)
-    trainer.reward_func_names = []  # what they yield is told nobody
+    if scored:
+        trainer._calculate_rewards = lambda rows, *_: torch.zeros(len(rows), 1, device=trainer.accelerator.device)
+        trainer.reward_func_names = []  # what they yield is told nobody
     own = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = _between(own, recorder)
 
@@ -122,5 +135,5 @@ def taught(trainer: Any, setup: TrainingSetup, recorder: Recorder) -> None:
     """Prepare a trainer's teacher in the job's own precision, and say when rows are generated."""
     in_its_precision(trainer, setup)
     trainer.teacher_model = trainer.accelerator.prepare_model(trainer.teacher_model, evaluation_mode=True)
-    if setup.generates:
+    if setup.generates_rows:
         generating_within(trainer, recorder)

@@ -17,10 +17,9 @@ import tokenizers
 import transformers
 import trl
 import trl.trainer.sft_trainer as sft_trainer
-import trl.trainer.utils as trl_utils
 from torch import Tensor
 
-from memplan.errors import CannotAnswerError
+from memplan.catalog.config_keys.method_keys import Method
 from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable, ChosenRows
 from memplan.trace.pretended_cuda.fake_devices import all_replaced
@@ -32,6 +31,7 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.generated_rows import (
     generating,
+    learns_generated,
     loaded_reference,
     rollout_arguments,
     taught,
@@ -46,7 +46,15 @@ from memplan.trace.stacks.huggingface.trainer_loop import (
     training_arguments,
 )
 from memplan.trace.stacks.registry import StackInputs, StackRun
+from memplan.trace.stacks.trl_kernels import (
+    divergence_kernels,
+    log_probability_kernels,
+    nothing,
+    pair_kernels,
+    tile_kernels,
+)
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.distillation_rules import DISTILLED, on_policy
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -60,14 +68,15 @@ PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
 """Stage -> what the trainer and its arguments in ``trl.experimental`` are named by."""
 
 
-TAUGHT = {"distillation": "GKD"}
-"""The same of stages that learn from a teacher."""
+TAUGHT = {"gkd": "GKD", "distillation": "Distillation"}
+"""The same of what runs a distillation, of which the first is in ``trl.experimental``."""
 
 
-def trainer_of(stage: str) -> tuple[Any, Any]:
-    """Return a stage's trainer, and that one's arguments."""
-    name = {**TRAINERS, **PAIRS, **TAUGHT}[stage]
-    module = trl if stage in TRAINERS else import_module(f"trl.experimental.{name.lower()}")
+def trainer_of(method: Method) -> tuple[Any, Any]:
+    """Return a method's trainer, and that one's arguments."""
+    name = TAUGHT[method.trainer] if method.trainer is not None else {**TRAINERS, **PAIRS}[method.stage]
+    core = method.stage in TRAINERS or on_policy(method)
+    module = trl if core else import_module(f"trl.experimental.{name.lower()}")
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
 
@@ -83,7 +92,7 @@ def run_on(
     """Run the trainer of the setup's stage on what ``load`` returns, with adapters or for it to make; the machine is pretended already."""
     config = inputs.setup.config
     stage = config.method.stage
-    trainer_class, arguments_class = trainer_of(stage)
+    trainer_class, arguments_class = trainer_of(config.method)
     with (
         deepspeed_ranks(inputs.setup, inputs.details.rank),
         _host_copies(inputs.setup, recorder),
@@ -114,9 +123,9 @@ def run_on(
             }
         if config.adapter is not None and (adapters is not None or stage == "reward"):
             _in_the_setups_dtype(trainer.model, inputs)
-        if stage in GENERATING:
+        if learns_generated(config.method):
             generating(trainer, inputs, recorder)
-        elif stage in TAUGHT:
+        if stage in DISTILLED:
             taught(trainer, inputs.setup, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
         chosen = answers if inputs.is_traced else nullcontext()
@@ -130,7 +139,7 @@ def _given_beside(load: Callable[[StackInputs], Any], inputs: StackInputs) -> di
     method = inputs.setup.config.method
     if method.stage in GENERATING:
         return {"reward_funcs": len}
-    if method.stage in TAUGHT:
+    if method.stage in DISTILLED:
         return {"teacher_model": load(inputs.of_teacher).eval()}
     referred = method.reference_model == "resident" and method.stage in REFERRED
     return {"ref_model": load(inputs).eval()} if referred else {}
@@ -156,7 +165,7 @@ def _host_copies(setup: TrainingSetup, recorder: Recorder) -> AbstractContextMan
 def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, Any]:
     """Return what a stage's trainer is told beyond Trainer's arguments."""
     method = setup.config.method
-    if method.stage in GENERATING:
+    if learns_generated(method):
         more: dict[str, Any] = rollout_arguments(setup)
     else:
         longest = "max_length" if hasattr(arguments_class, "max_length") else "max_seq_length"  # up to 0.15
@@ -164,7 +173,7 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
     if method.stage == "sft":
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
         more |= {"packing": True} if setup.config.joined_rows else {}
-    if method.stage in TAUGHT:
+    if method.trainer == "gkd":
         more |= taught_arguments(setup)
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
@@ -212,11 +221,11 @@ def _rows(inputs: StackInputs) -> Any:
         columns["seq_lengths"] = [[1, length - 1]] * count
     if stage == "reward":
         columns = {"chosen_ids": row, "rejected_ids": row}
-    elif stage in GENERATING:
+    elif learns_generated(config.method):
         columns = {"prompt": ["-"] * count}
     elif stage in PAIRS:
         return _pairs(row, prompt)
-    elif stage in TAUGHT:
+    elif stage in DISTILLED:
         columns = taught_columns(inputs.setup, count)
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
@@ -268,24 +277,26 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``;
         trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
-    stage = inputs.setup.config.method.stage
+    method = inputs.setup.config.method
+    stage = method.stage
     if find_spec("trl.kernels.chunked_logprob") if find_spec("trl.kernels") else False:
-        answers = _triton_kernels() + (_pair_kernels() if stage in PAIRS else [])
+        answers = tile_kernels() + (pair_kernels() if stage in PAIRS else [])
+        answers += divergence_kernels() if on_policy(method) else []
     else:
         answers = _chunk_loop(inputs) + log_probability_kernels()
     if stage != "sft":
-        own, _ = trainer_of(stage)
+        own, _ = trainer_of(method)
         answers += [
             (own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps") if hasattr(own, name)
         ]
         if stage in REFERRED:
             module = import_module(own.__module__)
-            answers.append((module, "hash_module", _nothing))
+            answers.append((module, "hash_module", nothing))
             if hasattr(module, "disable_gradient_checkpointing"):  # and back on, with a function that tells nobody
                 answers.append((module, "disable_gradient_checkpointing", lambda *_: nullcontext()))
-    casts = import_module(trainer_of(stage)[0].__module__)
+    casts = import_module(trainer_of(method)[0].__module__)
     if hasattr(casts, "peft_module_casting_to_bf16") and inputs.setup.config.compute_dtype != "bf16":
-        answers.append((casts, "peft_module_casting_to_bf16", _nothing))  # it is told of bf16 in place of fp16
+        answers.append((casts, "peft_module_casting_to_bf16", nothing))  # it is told of bf16 in place of fp16
     with all_replaced((owner, {name: function}) for owner, name, function in answers):
         yield
 
@@ -302,47 +313,6 @@ def _chunk_loop(inputs: StackInputs) -> list[tuple[Any, str, Any]]:
     return [(sft_trainer, "range", counted)]
 
 
-class _Launched:
-    """Stands for a Triton kernel: launched on a grid, it writes into what it is given."""
-
-    def __getitem__(self, _: Any) -> Any:
-        return _nothing
-
-
-def log_probability_kernels() -> list[tuple[Any, str, Any]]:
-    """Return what stands for the kernel of log-probabilities over whole logits (trl/kernels/logprob_entropy.py, 1.14)."""
-    if not find_spec("trl.kernels"):
-        return []
-    kernels = import_module("trl.kernels.logprob_entropy")
-    launched = [(kernels, name, _Launched()) for name in ("_forward_kernel", "_backward_kernel")]
-    return [*launched, (trl_utils, "_supports_trl_loss_kernel", lambda *_: True)]
-
-
-def _pair_kernels() -> list[tuple[Any, str, Any]]:
-    """Return what stands for the kernel that pairs are compared with.
-
-    Raises:
-        CannotAnswerError: triton is missing, which declares it.
-    """
-    if not find_spec("triton"):
-        raise CannotAnswerError("tracing TRL's loss over pairs needs triton: pip install triton==3.9.0")
-    return log_probability_kernels()
-
-
-def _triton_kernels() -> list[tuple[Any, str, Any]]:
-    chunked_logprob = import_module("trl.kernels.chunked_logprob")
-    return [
-        (chunked_logprob, "_forward_tile", _nothing),
-        (chunked_logprob, "_backward_tile", _nothing),
-        (chunked_logprob, "_addmm_fp32", _nothing),
-        (trl_utils, "_use_triton", lambda _: True),
-    ]
-
-
 def _as_it_is(_: Any, dataset: Any, *__: Any) -> Any:
     """Return rows that have been made already, with what is known of them."""
     return dataset
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand for a kernel that writes in place."""
