@@ -21,6 +21,7 @@ OWNERS = {
     "cli/training_options.py": "--qlora, --lora and --full, which stand for a config",
     "step/states/update_algorithms.py": "the forms of scratch memory and their events, by name",
     "library/runs/served_model.py": "dtypes of a cache of keys and values, as serving engines name them",
+    "importer/python/python_words.py": "members of transformers' enumeration of optimizers",
     "trace/reference/run_options.py": "names of dtypes -> torch's",
     "trace/pretended_cuda/bitsandbytes_layers.py": "names of formats -> bitsandbytes' own",
 }

@@ -65,7 +65,7 @@ def test_nothing_is_asked_without_the_option(refused, hub):
         ("me/broken", 3, "HTTP 500"),
         ("me/none", 2, "no such repository"),
         ("me/large", 3, "more than 2,000 bytes"),
-        ("me and you", 2, "no id of a repository"),
+        ("me and you", 2, "is not a repository id"),
     ],
 )
 def test_what_the_hub_does_not_give(refused, hub, monkeypatch, name, code, message):
