@@ -78,7 +78,13 @@ def shell_lines(block: Block) -> list[tuple[int, str]]:
     numbered = [(block.first + 1 + offset, line) for offset, line in enumerate(block.lines)]
     if block.language == "console":
         return [(number, line[2:]) for number, line in numbered if line.startswith("$ ")]
-    return [(number, line) for number, line in numbered if line.strip() and not line.startswith("#")]
+    joined: list[tuple[int, str]] = []
+    for number, line in numbered:
+        if joined and joined[-1][1].endswith("\\"):
+            first, start = joined.pop()
+            number, line = first, f"{start.rstrip(chr(92))} {line.strip()}"
+        joined.append((number, line))
+    return [(number, line) for number, line in joined if line.strip() and not line.startswith("#")]
 
 
 def memplan_commands(text: str) -> list[Command]:
