@@ -14,6 +14,7 @@ from memplan.model.model import Model
 from memplan.trace.pretended_cuda import autocast_region
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.recording.trace_result import Trace
+from memplan.trace.stacks import registry
 from memplan.trace.stacks.registry import (
     StackDetails,
     StackInputs,
@@ -59,7 +60,8 @@ def test_a_stack_without_a_program_is_refused():
         trace_stack("megatron", None)
 
 
-def test_a_plain_loop_that_deepspeed_would_run_is_not_traced_without_it():
+def test_a_plain_loop_that_deepspeed_would_run_is_not_traced_without_it(monkeypatch):
+    monkeypatch.setattr(registry, "program_of", lambda name: None)  # whose packages need not be here to refuse
     engine = {"parallel.engine": "deepspeed", "parallel.zero_stage": 2, "master_weights": "fp32"}
     keys = {**engine, "optimizer.default": "adamw-fp32"}
     with pytest.raises(CannotAnswerError, match="without DeepSpeed; use --stack transformers"):
