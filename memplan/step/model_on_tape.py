@@ -100,9 +100,8 @@ class ModelOnTape:
     @property
     def lowest_turned(self) -> int | None:
         """The lowest layer whose backward needs the tables that query and key are turned by, or None."""
-        kinds = [
-            (again and bool(part.tape.nodes)) or part.turns for part, again in zip(self.layers, self.again, strict=True)
-        ]
+        parts = zip(self.layers, self.again, strict=True)
+        kinds = [(again and bool(part.tape.nodes)) or part.turns for part, again in parts]
         return next((run.first for kind, run in zip(self.kinds, self.runs, strict=True) if kinds[kind]), None)
 
     def counts(self) -> dict[int, int]:

@@ -133,10 +133,6 @@ def _known(node: ast.expr, names: Known, line: int) -> Any:
     return value
 
 
-def _name(node: ast.Name, names: Known, line: int) -> Any:
-    return names.at(node.id, line)
-
-
 def _attribute(node: ast.Attribute, names: Known, line: int) -> Any:
     if constant := constant_of(shown(node)):
         return constant
@@ -332,7 +328,7 @@ def _passed_on(node: ast.DictComp, names: Known, line: int) -> Any:
 
 
 _KINDS: Mapping[type[ast.expr], Callable[[Any, Known, int], Any]] = {
-    ast.Name: _name,
+    ast.Name: lambda node, names, line: names.at(node.id, line),
     ast.Attribute: _attribute,
     ast.Subscript: _subscript,
     ast.Call: _call,

@@ -247,10 +247,9 @@ class Player:
         return named
 
     def _unnamed_after(self, graph: bool) -> dict[int, list[int]]:
-        """Return, for the index of an operation, the storages that nothing names after it; those of results that nobody reads come first.
+        """Return the storages that nothing names after each operation, by its index; results that nobody reads come first.
 
-        Args:
-            graph: Whether a graph is built, which may name storages longer than forward does.
+        Where a ``graph`` is built, it may name storages longer than forward does.
         """
         unread = {own: n for n, item in enumerate(self.tape.operations) if item.makes[1:] for own in item.makes}
         storages, uses = dict[int, list[int]](), self.tape.graph_use if graph else {}
