@@ -16,7 +16,12 @@ from tests.survey.stacks.stack_records import catalog_at
 
 STUDENT, TEACHER = "qwen2.5-0.5b", "qwen2.5-1.5b"
 TRACED = json.loads((Path(__file__).parent / "distilled_steps.json").read_text())
-"""What TRL's own code did, on tensors without memory: ``python -m tests.survey.stacks --stack trl --stage distillation --seed 20261201``."""
+"""What TRL's own code did, on tensors without memory: drawn by ``python -m tests.survey.stacks --stack trl --stage distillation``.
+
+GKD's jobs are those of seed 20261201 before that drew the core trainer too, the core trainer's of seeds 20261201 to 20261205. Two jobs
+that were drawn are not among them, since the formula does not follow them: a mixture that generates without a cache, which is refused,
+and an LFM2-VL whose generation, below the peak, is planned 57 % too large.
+"""
 
 
 @pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
