@@ -68,7 +68,10 @@ def commands_within(keys: GivenKeys, question: Question, path: Path | None = Non
 
 
 MOST_TRIED = 50
-"""Commands of a script that are read one after the other where none is a trainer's as it stands: each takes milliseconds."""
+"""Commands of a script that are read one after the other where none is a trainer's as it stands: each takes milliseconds.
+
+Those that name a file which is there come first, each program with its files once: what another does no file says.
+"""
 
 
 def import_commands(
@@ -95,9 +98,23 @@ def import_commands(
 
 
 def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
-    """Return the commands that are a trainer's as they stand; the first of them where none is, or there is one alone."""
+    """Return the commands that are a trainer's as they stand; some of them where none is, or there is one alone."""
     heads = question.mappings.heads() if len(commands) > 1 else ()
-    return [command for command in commands if is_owned(command.job, heads)] or commands[:MOST_TRIED]
+    owned = [command for command in commands if is_owned(command.job, heads)]
+    if owned or len(commands) <= MOST_TRIED:
+        return owned or commands
+    named = {files: place for place, one in reversed([*enumerate(commands)]) if (files := _files_named(one, question))}
+    places = list(dict.fromkeys([*sorted(named.values()), *range(len(commands))]))[:MOST_TRIED]
+    return [commands[place] for place in sorted(places)]
+
+
+def _files_named(command: CommandLine, question: Question) -> tuple[str, ...]:
+    """Return the program and the files that a command names, as far as they are there, or its script writes them."""
+    programs = [word for word in command.job.words if word.endswith(".py")]
+    programs += [f"{word.replace('.', '/')}.py" for word in command.job.words if _MODULE.fullmatch(word)]
+    near = replace(question.files, folders=question.files.folders[:NEAR])
+    names = (*programs[:1], *command.config)
+    return tuple(name for name in names if name in command.written or near.path(name) is not None)
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:

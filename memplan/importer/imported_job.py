@@ -13,7 +13,7 @@ from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Re
 from memplan.importer.referred_files import checkpoint_dtype, references, with_section_files, without_given
 from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import GivenKeys, with_components
-from memplan.importer.sources.started_processes import processes, unknown_processes, visible_gpus
+from memplan.importer.sources.started_processes import listed_gpus, processes, unknown_processes, visible_gpus
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import OTHER, Mapped, TrainerHead, TrainerMappings
 
@@ -154,6 +154,7 @@ def _inputs(keys: GivenKeys, question: Question, version: str, environment: Mapp
         "form": keys.form,
         "checkpoint": checkpoint_dtype(keys, question.files),
         "program": " ".join(keys.words),
+        "visible": listed_gpus(environment),
     }
     inputs |= {f"environment.{name}": value for name, value in environment.items()}
     return {name: value for name, value in inputs.items() if value not in (None, "", {})}

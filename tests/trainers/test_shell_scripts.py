@@ -206,6 +206,7 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
         ("trl sft --a 1 \\\n  # --b 2 \\\n  --c 3\n", r"run\.sh:3: --c is a command of its own here: a comment"),
         ("A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 30, "more than 5,000 words in A"),
         ("python own.py --lr 1\n", "no trainer that memplan reads has these keys"),
+        ("python own.py --base_model a/b --micro_batch_size 4 --batch_size 8\n", "no trainer that memplan reads"),
         ("torchrun src/train.py sft.yaml\n", r"run\.sh: it names sft\.yaml, which is not here"),
         ("X=1\n" * 200_000, "larger than"),
     ],
@@ -213,6 +214,25 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
 def test_what_cannot_be_read_is_said_in_a_line(tmp_path, text, said):
     with pytest.raises(InvalidFileError, match=said):
         memplan.import_file(written(tmp_path, text))
+
+
+def test_a_job_behind_many_commands_that_train_nothing_is_read(tmp_path):
+    job = (
+        "from trl import SFTConfig, SFTTrainer\nSFTTrainer('Qwen/Qwen3-0.6B', args=SFTConfig(max_length=512)).train()\n"
+    )
+    (tmp_path / "mine.py").write_text(job)
+    (tmp_path / "own.py").write_text("print(1)\n")
+    before = "".join(f"curl -o {at} a/{at}\npython own.py {at}\npython -m own.{at} {at}\n" for at in range(40))
+    answer = memplan.import_file(written(tmp_path, f"{before}python mine.py\n")).to_dict()
+    assert (answer["trainer"]["name"], answer["model"]["given"]) == ("trl", "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(("directive", "count"), [("--gpus-per-node=4", 4), ("--gres=gpu:a100:2", 2), ("--mem=4G", 1)])
+def test_a_launcher_starts_a_process_for_each_gpu_that_slurm_gives(tmp_path, directive, count):
+    text = (
+        f"#SBATCH {directive}\nllamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen3-8B\n"
+    )
+    assert memplan.import_file(written(tmp_path, text)).to_dict()["training"]["parallel"]["data"] == count
 
 
 WRITING = """#!/bin/bash

@@ -125,11 +125,19 @@ def visible_gpus(command: CommandLine) -> tuple[str, int] | None:
     if first not in STARTERS and command.launched.data.get("nproc_per_node") not in ("gpu", "auto"):
         return None
     nodes = _whole(environment.get("NNODES")) if first in ("llamafactory-cli", "lmf") else 1
-    for name in ("CUDA_VISIBLE_DEVICES", GIVEN_GPUS):
-        shown = str(environment.get(name, "")).strip("'\"").split(",")
-        if count := len([part for part in shown if part.strip()]) * (nodes or 1):
-            return name, count
-    return None
+    scheduled = (SCHEDULED, _whole(environment.get(SCHEDULED)))
+    counted = [*((name, listed_gpus(environment, name)) for name in ("CUDA_VISIBLE_DEVICES", GIVEN_GPUS)), scheduled]
+    return next(((name, count * (nodes or 1)) for name, count in counted if count), None)
+
+
+SCHEDULED = "SLURM_GPUS_ON_NODE"
+"""Slurm's variable for the GPUs of a machine that a job sees."""
+
+
+def listed_gpus(environment: Mapping[str, str], name: str = "CUDA_VISIBLE_DEVICES") -> int | None:
+    """Return how many GPUs a variable lists, ``0,1,2``; None where it lists none."""
+    shown = str(environment.get(name, "")).strip("'\"").split(",")
+    return len([part for part in shown if part.strip()]) or None
 
 
 LARGEST_DIGITS = 6

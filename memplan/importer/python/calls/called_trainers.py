@@ -182,6 +182,10 @@ def _take_adapters(result: _Taken, called: str) -> None:
     )
     if other is not None:
         result.data["peft_method"] = other.removesuffix("Config")
+    if _given(keys, LOADED).get("is_trainable") is True and not _wraps(keys) and configured is None:
+        own = {"use_peft": True, "lora_r": Expression(LOADED), "lora_target_modules": Expression(LOADED)}
+        line = keys.lines.get((LOADED, "is_trainable"), 1)
+        result.data, result.lines = {**result.data, **own}, {**result.lines, **{(key,): line for key in own}}
     for prepared in (word for word in keys.words if word.endswith(KBIT)):
         result.data[KBIT[0]] = {"use_gradient_checkpointing": True, **{name: value for name, value in _given(keys, prepared).items() if name in ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")}}  # fmt: skip
 
@@ -210,6 +214,8 @@ def _wraps(keys: GivenKeys) -> bool:
     return any(word.endswith(("get_peft_model", "add_adapter")) for word in keys.words)
 
 
+LOADED = "PeftModel_from_pretrained"
+"""What loads adapters of an earlier run, whose own configuration says of what kind they are."""
 CHOSEN = ("requires_grad", "requires_grad_")
 """Ends of what a program calls, or sets, to say which weights train."""
 
@@ -219,9 +225,7 @@ def _beyond(result: _Taken, called: str) -> Iterator[str]:
     keys = result.keys
     first = keys.words.index(called)
     for word in keys.words[:first]:
-        if word == "PeftModel_from_pretrained" and not _wraps(
-            keys
-        ):  # else adapters of an earlier run, where there are any
+        if word == LOADED and not _wraps(keys):  # else adapters of an earlier run, where there are any
             yield f"adapters as the trainer makes them: {word} loads others, peft_config of its trainer is read"
         elif word.endswith(CHOSEN) and not _wraps(keys) and "embeddings" not in word:
             yield f"which weights train: the program sets requires_grad, which unfrozen parts of {'TRL' if called in TRAINERS else 'transformers'}'s model do not say"
