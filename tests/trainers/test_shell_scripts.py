@@ -227,11 +227,20 @@ def test_a_job_behind_many_commands_that_train_nothing_is_read(tmp_path):
     assert (answer["trainer"]["name"], answer["model"]["given"]) == ("trl", "Qwen/Qwen3-0.6B")
 
 
-@pytest.mark.parametrize(("directive", "count"), [("--gpus-per-node=4", 4), ("--gres=gpu:a100:2", 2), ("--mem=4G", 1)])
-def test_a_launcher_starts_a_process_for_each_gpu_that_slurm_gives(tmp_path, directive, count):
-    text = (
-        f"#SBATCH {directive}\nllamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen3-8B\n"
-    )
+TRAINED = "llamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen3-8B\n"
+
+
+@pytest.mark.parametrize(
+    ("directive", "command", "count"),
+    [
+        ("--gpus-per-node=4", TRAINED, 4),
+        ("--gres=gpu:a100:2", f"srun {TRAINED}", 2),
+        ("--mem=4G", TRAINED, 1),
+        ("--gpus-per-node=8", f"CUDA_VISIBLE_DEVICES=0,1 {TRAINED}", 2),
+    ],
+)
+def test_a_launcher_starts_a_process_for_each_gpu_that_slurm_gives(tmp_path, directive, command, count):
+    text = f"#SBATCH {directive}\n{command}"
     assert memplan.import_file(written(tmp_path, text)).to_dict()["training"]["parallel"]["data"] == count
 
 

@@ -75,6 +75,8 @@ class Settings:
 
     def fields(self, holder: str) -> dict[str, ast.expr]:
         """Return all that a name holds."""
+        if holder.endswith(tuple(f".{method}()" for method in PARSED)):  # vars(parser.parse_args())
+            return self.single
         if holder not in self.holders:
             return {}
         return self.by_class.get(self.holders[holder]) or self.single

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from memplan.documents.loading import parse_document
+from memplan.importer.python.python_paths import PathText, own_path
 from memplan.importer.python.python_settings import ARGV, Settings, called_name, shown
 from memplan.importer.python.python_words import (
     CAPABILITY,
@@ -301,6 +302,8 @@ def _sequence(node: ast.List | ast.Tuple | ast.Set, names: Known, line: int) -> 
 def _computed(node: ast.BinOp, names: Known, line: int) -> Any:
     """Return what numbers, texts and lists come to; nothing large is computed."""
     left, right = _known(node.left, names, line), _known(node.right, names, line)
+    if isinstance(left, PathText) and isinstance(node.op, ast.Div):
+        return left / right
     if isinstance(node.op, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
         return left | right
     numbers = all(type(part) in (int, float) and abs(part) < LARGEST for part in (left, right))
@@ -328,7 +331,7 @@ def _passed_on(node: ast.DictComp, names: Known, line: int) -> Any:
 
 
 _KINDS: Mapping[type[ast.expr], Callable[[Any, Known, int], Any]] = {
-    ast.Name: lambda node, names, line: names.at(node.id, line),
+    ast.Name: lambda node, names, line: own_path(node, names.modules) or names.at(node.id, line),
     ast.Attribute: _attribute,
     ast.Subscript: _subscript,
     ast.Call: _call,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from textwrap import dedent
 from typing import Any
 
+from memplan.importer.python.python_paths import PathText, folder_of
 from memplan.importer.shell.expansions import COMPARISONS
 from memplan.importer.sources.given_keys import Expression
 
@@ -25,10 +26,10 @@ NO = ("mps_is_available", "xpu_is_available", "npu_is_available", "is_torch_xla_
 CAPABILITY = Expression("the first number of the GPU's compute capability")
 MAPPED = ("dict", "SimpleNamespace", "Namespace", "OmegaConf_create", "DictConfig", "EasyDict", "DotDict", "AttrDict", "Box", "DictDefault", "ConfigDict")  # fmt: skip
 """Functions that return what they are given as a mapping, whose keys are attributes too."""
-CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": str, "dedent": dedent, "textwrap_dedent": dedent}  # fmt: skip
+CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": PathText, "path_dirname": folder_of, "path_abspath": PathText, "path_realpath": PathText, "dedent": dedent, "textwrap_dedent": dedent}  # fmt: skip
 """Functions of one literal, such as that of a variable of the environment, which is text."""
-METHODS = ("lower", "upper", "strip", "split", "copy", "removeprefix", "removesuffix", "get")
-"""Methods of texts and mappings that change nothing."""
+METHODS = ("lower", "upper", "strip", "split", "copy", "removeprefix", "removesuffix", "get", "resolve", "absolute", "expanduser", "as_posix", "joinpath")  # fmt: skip
+"""Methods of texts, mappings and paths that change nothing."""
 SIGNATURE = re.compile(r"param|signature|fields|supported|accepted|allowed", re.IGNORECASE)
 """Names of what a program asks whether a class takes an argument, as the version that is read does."""
 FILTER = re.compile(r"filter|supported|compat|clean|drop|strip|valid", re.IGNORECASE)

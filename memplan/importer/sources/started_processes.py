@@ -121,7 +121,8 @@ def visible_gpus(command: CommandLine) -> tuple[str, int] | None:
         accelerate/commands/launch.py (1.15.0); llamafactory/launcher.py (0.9.5); deepspeed/launcher/runner.py (0.19.8).
     """
     environment = command.job.environment or {}
-    first = command.job.words[0].rsplit("/", 1)[-1] if command.job.words else ""
+    names = [word.rsplit("/", 1)[-1] for word in command.job.words]
+    first = next((name for name in names if name != "srun"), "")
     if first not in STARTERS and command.launched.data.get("nproc_per_node") not in ("gpu", "auto"):
         return None
     nodes = _whole(environment.get("NNODES")) if first in ("llamafactory-cli", "lmf") else 1
