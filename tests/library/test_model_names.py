@@ -262,3 +262,9 @@ def test_a_path_into_another_machines_cache_of_hugging_face_names_its_repository
         assert (resolved.target, resolved.how) == ("qwen3-4b", "catalog")
     with pytest.raises(UnknownNameError):
         resolve_model_name("/share/hub/models--own--model/snapshots/1cfa", shipped_catalog(), elsewhere=True)
+
+
+def test_a_path_of_windows_and_a_point_as_modelscope_writes_it_name_a_model():
+    resolved = resolve_model_name("D:\\models\\Qwen\\Qwen3-1___7B", shipped_catalog(), elsewhere=True)
+    assert (resolved.target, resolved.how) == ("qwen3-1.7b", "guess")
+    assert "'D:\\\\models\\\\Qwen\\\\Qwen3-1___7B' is guessed" in resolved.notes[0]

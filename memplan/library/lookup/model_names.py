@@ -71,6 +71,7 @@ def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) 
         CannotAnswerError: It names a family that memplan does not model.
         UnknownNameError: Nothing is known by that name, and nothing may be guessed.
     """
+    given, text = text, without_drive(text) if elsewhere else text
     try:
         return _resolved(text, catalog, MOST_BASES)
     except InvalidFileError:
@@ -82,7 +83,21 @@ def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) 
         guess = guessed_name(_named_part(text), catalog) if elsewhere else None
         if guess is None:
             raise
-        return _guessed(text, guess, catalog)
+        return _guessed(given, guess, catalog)
+
+
+_DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")
+"""How a whole path begins on Windows."""
+
+
+def without_drive(text: str) -> str:
+    r"""Return a path of Windows as other systems write it, and any other text as it is.
+
+    Example:
+        >>> without_drive("D:\\models\\Qwen\\Qwen3-4B"), without_drive(".\\Qwen3-4B"), without_drive("Qwen/Qwen3-4B")
+        ('/models/Qwen/Qwen3-4B', './Qwen3-4B', 'Qwen/Qwen3-4B')
+    """
+    return _DRIVE.sub("", text, count=1).replace("\\", "/") if _DRIVE.match(text) or "\\" in text else text
 
 
 _COPY = re.compile(

@@ -39,10 +39,15 @@ def tokens(name: str) -> tuple[str, ...]:
     """Return a name without its organisation as lower-case words, sizes and numbers.
 
     Example:
-        >>> tokens("meta-llama/Llama-3.1-8B-Instruct")
-        ('llama', '3', '1', '8b', 'instruct')
+        >>> tokens("meta-llama/Llama-3.1-8B-Instruct"), tokens("Qwen2-1___5B")
+        (('llama', '3', '1', '8b', 'instruct'), ('qwen', '2', '1.5b'))
     """
-    return tuple(_TOKEN.findall(name.rsplit("/", 1)[-1].lower().replace("_", "-")))
+    plain = name.rsplit("/", 1)[-1].lower().replace(POINT, ".").replace("_", "-")
+    return tuple(_TOKEN.findall(plain))
+
+
+POINT = "___"
+"""What ModelScope's folders have for a point (get_model_masked_directory in modelscope/hub/utils/utils.py)."""
 
 
 def sizes(name: str) -> tuple[str, ...]:
