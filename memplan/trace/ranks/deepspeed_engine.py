@@ -142,7 +142,7 @@ def _forget_groups() -> None:
     from deepspeed.utils import groups
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else the next model is built as this one's configuration says
+    unset_hf_deepspeed_config()  # else the next model is built as this one's configuration says
     groups._release_process_group_references(group=None)
     comm.cdb = None
 

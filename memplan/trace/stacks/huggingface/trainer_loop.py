@@ -265,7 +265,7 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-class _Instants(transformers.TrainerCallback):
+class _Instants(transformers.TrainerCallback):  # type: ignore[misc]
     """Tells a recorder where the loop is."""
 
     def __init__(self, recorder: Recorder, trainer: Any) -> None:
