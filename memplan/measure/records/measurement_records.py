@@ -1,5 +1,6 @@
 """Records: measurements as JSON files, complete or refused, checked against what is predicted today."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -214,9 +215,13 @@ def _cores() -> int:
 
 
 def _settle() -> None:
-    """Leave interrupts to the parent, and end when it has ended, however it did."""
+    """Leave interrupts to the parent, and end when it has ended, however it did; what is imported is no garbage."""
     import torch
 
+    gc.freeze()
+    gc.set_threshold(
+        100_000, 50, 1000
+    )  # traces make many objects that stay: looking them through took a quarter of a replay
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
