@@ -32,6 +32,7 @@ def events(sizes, codes):
     return [(-1 if code & 1 else 1, code >> 1, sizes[code >> 1]) for code in codes]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("expandable", [False, True])
 def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_some(seed, expandable):
@@ -52,6 +53,7 @@ def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_some(seed, ex
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("downwards", [True, False])
 def test_a_limit_without_releases_changes_nothing_until_it_is_exceeded(seed, downwards):

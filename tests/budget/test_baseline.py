@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -149,17 +148,17 @@ def test_a_place_that_cannot_be_written_is_one_line(cli, kept, place):
 
 
 @pytest.mark.parametrize("most", [0, 1, 100, 1000])
-def test_a_disk_that_fills_up_leaves_the_old_file(kept, most):
+def test_a_disk_that_fills_up_leaves_the_old_file(cli, kept, most, monkeypatch):
     """A limit on the size of files makes writing fail at that byte, as a full disk does."""
-    before = kept.read_bytes()
+    before, limits = kept.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     assert len(before) > most
-    ran = subprocess.run(
-        [sys.executable, "-c", "from memplan.cli.main import run; run()", "check", "--update-baseline"],
-        cwd=kept.parent, capture_output=True, text=True, timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "memplan-baseline.json: cannot be written: File too large" in ran.stderr
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # what is imported meanwhile would be cut off
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        ran = cli("check", "--update-baseline")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (ran.exit_code, ran.out) == (2, "")
+    assert "memplan-baseline.json: cannot be written: File too large" in ran.err
     assert kept.read_bytes() == before
     assert left_behind(kept.parent) == []

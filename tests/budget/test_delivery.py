@@ -77,13 +77,12 @@ def runner(tmp_path_factory) -> Runner:
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "from memplan.cli.main import run; run()" "$@"\n')
     program.chmod(0o755)
     lines = TEN_JOBS.splitlines(keepends=True)
-    jobs = "".join(lines[:6] + lines[8:11])  # a step starts three processes that plan them all
-    (made.workspace / "four.yaml").write_text(jobs)
-    (made.workspace / "fine.yaml").write_text(jobs.replace("mixed-adamw\n", "lora\n"))
-    (made.workspace / "typo.yaml").write_text(jobs.replace("config: qlora", "config: qlorra"))
-    (made.workspace / "unknown.yaml").write_text(
-        jobs.replace("mixed-adamw\n", "lora\n").replace("config: tier1", "config: tier1, max_increase: 1%")
-    )
+    jobs = "".join(lines[:3] + lines[8:12])  # two, since a step starts three processes that plan them all
+    fine = jobs.replace("mixed-adamw\n", "lora\n", 1)
+    (made.workspace / "over.yaml").write_text(jobs)
+    (made.workspace / "fine.yaml").write_text(fine)
+    (made.workspace / "typo.yaml").write_text(jobs.replace("config: fp32-adamw", "config: fp32-adamv"))
+    (made.workspace / "unknown.yaml").write_text(fine.replace("fp32-adamw", "fp32-adamw, max_increase: 1%"))
     return made
 
 
@@ -100,7 +99,7 @@ def test_every_step_is_a_script_that_takes_inputs_from_its_environment():
     ("budget", "code", "verdict", "summary"),
     [
         ("fine.yaml", 0, "within", "false"),
-        ("four.yaml", 1, "over", "true"),
+        ("over.yaml", 1, "over", "true"),
         ("typo.yaml", 2, "invalid", "true"),
         ("unknown.yaml", 3, "cannot", "true"),
     ],
@@ -112,7 +111,7 @@ def test_the_check_step_passes_on_the_exit_code_and_says_why(runner, budget, cod
     assert outputs["verdict"] == verdict
     if code == 2:
         assert set(outputs) == {"verdict"}
-        assert "did you mean 'qlora'?" in ran.stderr
+        assert "did you mean 'fp32-adamw'?" in ran.stderr
         return
     assert ("::error file=" in ran.stdout) == (code != 0)
     assert json.loads(Path(outputs["json"]).read_text())["exit_code"] == code

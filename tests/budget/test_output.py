@@ -12,11 +12,10 @@ from tests.jobs import follow_schema
 
 @pytest.mark.parametrize("form", ["table", "plain", "json", "csv", "md", "github", "gitlab", "junit", "sarif"])
 def test_two_runs_are_equal_byte_for_byte_in_every_format(cli, ten_jobs, tmp_path, form):
-    first, second = cli("check", "--format", form), cli("check", "--format", form)
-    assert first.out == second.out != ""
-    assert (first.exit_code, first.err) == (1, "")
+    ran = cli("check", "--format", form)
+    assert (ran.exit_code, ran.err) == (1, "")
     cli("check", "--format", form, "-o", tmp_path / "answer")
-    assert (tmp_path / "answer").read_text(encoding="utf-8") == first.out
+    assert (tmp_path / "answer").read_text(encoding="utf-8") == ran.out != ""
 
 
 def test_two_processes_are_equal_byte_for_byte(ten_jobs):

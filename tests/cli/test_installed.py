@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(sys.executable).with_name("memplan")
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="memplan is not installed beside this interpreter")
 
-FIT = ("fit", "gpt2", "--gpu", "rtx4090")
+FIT = ("fit", "gpt2", "--gpu", "rtx4090", "--config", "bf16-adamw")
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
         (("fit", "llama-8b", "--gpu", "rtx4090", "--config", "bf16-adamw"), 1),
         (("fit", "llama-9b", "--gpu", "rtx4090"), 2),
         (("fit", "--nonsense"), 2),
-        ((*FIT, "--config", "qlora", "--set", "parallel.tensor=2"), 3),
+        ((*FIT[:-1], "qlora", "--set", "parallel.tensor=2"), 3),
     ],
     ids=["fits", "no", "unknown", "usage", "cannot"],
 )

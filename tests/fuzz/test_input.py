@@ -94,6 +94,7 @@ def run_a_command_line(random: Random, peak: int) -> None:
 
 def ask_the_page(random: Random, peak: int) -> None:
     """Send the page's server a request."""
+    pytest.importorskip("starlette")
     scope = request(random)
     got: list[tuple[int, bytes]] = []
     check(called(lambda: got.append(answered(scope)), str(scope)), peak)
@@ -143,32 +144,19 @@ def test_every_seed_is_read_as_it_is(workplace):
     assert not wrong
 
 
-def test_damaged_files_are_answered_or_refused(workplace):
-    searched(FILE_CASES, damage_a_file, workplace)
+FILES = {damage_a_file: FILE_CASES, read_a_bomb: OTHER_CASES, set_trainer_keys: OTHER_CASES}
+OTHERS = {run_a_command_line: LINE_CASES, ask_the_page: OTHER_CASES, call_the_library: LINE_CASES}
 
 
-def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", FILES)
+def test_files_of_any_kind_are_answered_or_refused(workplace, case):
+    searched(FILES[case], case, workplace)
+
+
+@pytest.mark.parametrize("case", [*OTHERS, pytest.param(change_settings, marks=pytest.mark.thorough)])
+def test_what_is_drawn_at_random_is_answered_or_refused(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
-    searched(LINE_CASES, run_a_command_line)
-
-
-@pytest.mark.parametrize("case", [read_a_bomb, set_trainer_keys])
-def test_what_is_no_such_file_and_keys_of_any_trainer_are_answered_or_refused(workplace, case):
-    searched(OTHER_CASES, case, workplace)
-
-
-def test_requests_drawn_at_random_are_answered_or_refused():
-    pytest.importorskip("starlette")
-    searched(OTHER_CASES, ask_the_page)
-
-
-def test_calls_of_the_library_drawn_at_random_are_answered_or_refused():
-    searched(LINE_CASES, call_the_library)
-
-
-@pytest.mark.thorough
-def test_settings_drawn_at_random_are_planned_or_refused():
-    searched(SETTING_CASES, change_settings)
+    searched(OTHERS.get(case, SETTING_CASES), case)
 
 
 MISTAKES = 5000
@@ -207,34 +195,13 @@ def test_a_script_of_thousands_of_commands_that_are_no_trainers_is_refused_at_on
 
 
 @pytest.mark.slow
-def test_many_damaged_files_are_answered_or_refused(workplace):
-    repeated(LONG_RUN - LONG_RUN // 10, damage_a_file, workplace)
+@pytest.mark.parametrize("case", FILES)
+def test_many_files_are_answered_or_refused(workplace, case):
+    repeated(LONG_RUN * (9 if case is damage_a_file else 1) // 10, case, workplace)
 
 
 @pytest.mark.slow
-def test_many_command_lines_are_answered_or_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", [*OTHERS, change_settings])
+def test_much_that_is_drawn_at_random_is_answered_or_refused(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
-    repeated(LONG_RUN // 10, run_a_command_line)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [read_a_bomb, set_trainer_keys])
-def test_many_other_files_are_answered_or_refused(workplace, case):
-    repeated(LONG_RUN // 10, case, workplace)
-
-
-@pytest.mark.slow
-def test_many_requests_are_answered_or_refused():
-    pytest.importorskip("starlette")
-    repeated(LONG_RUN // 20, ask_the_page)
-
-
-@pytest.mark.slow
-def test_many_calls_of_the_library_are_answered_or_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    repeated(LONG_RUN // 10, call_the_library)
-
-
-@pytest.mark.slow
-def test_many_settings_are_planned_or_refused():
-    repeated(LONG_RUN // 4, change_settings)
+    repeated(LONG_RUN // {ask_the_page: 20, change_settings: 4}.get(case, 10), case)

@@ -106,6 +106,7 @@ def test_the_peak_is_the_fullest_instant(shape, config, size, stack):
     assert found.persistent_bytes <= found.requested_bytes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.parametrize(
     "model",
@@ -223,6 +224,7 @@ def test_gradients_released_by_layer_need_at_most_one_update_more(shape, config,
     assert layer.requested_bytes(*size) <= step.requested_bytes(*size) + extra
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n for n, c in CATALOG.configs.entries.items() if c.adapter is None])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "llama-3.1-8b", "gemma-2-2b"])
 def test_gradients_released_by_layer_need_at_most_one_update_more_in_real_models(model, name):
@@ -258,6 +260,7 @@ TERMS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("key", TERMS)
 @pytest.mark.parametrize("model", ["pythia-160m", "llama-3.2-1b", "gemma-2-2b", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("name", ["bf16-adamw", "mixed-adamw", "tier1", "lora"])
@@ -337,6 +340,7 @@ def is_factor(path: str) -> bool:
     return in_model or path == "plan.setup.config.dropout"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.parametrize("model", ["pythia-160m", "llama-3.1-8b", "mixtral-8x7b-v0.1"])
 def test_a_plan_holds_no_float(model, name):

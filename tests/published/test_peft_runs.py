@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import memplan
+from memplan.plan.reserve.simulation import at_a_glance
 from tests.jobs import yaml_data
 
 DATA = yaml_data(Path(__file__).with_name("peft_runs.yaml"))
@@ -15,20 +16,13 @@ LOOP = {"activation_checkpointing": "none", "clip_gradients": True, "adapter.dty
 def longest_row(run: dict) -> int:
     """Return the fewest tokens of four rows with which a plan holds what a run held."""
     setting = {"adapter.targets": ["q_proj", "v_proj"], **LOOP, **run["set"]}
+    rows, most = DATA["rows"]["micro_batch_size"], DATA["rows"]["at_most"]
+    job = memplan.job("llama-3.2-3b", config="lora", stack=run["stack"], micro_batch_size=rows, set=setting)
 
     def reserved(length: int) -> int:
-        plan = memplan.plan(
-            "llama-3.2-3b",
-            gpu="l40s",
-            config="lora",
-            stack=run["stack"],
-            micro_batch_size=DATA["rows"]["micro_batch_size"],
-            sequence_length=length,
-            set=setting,
-        )
-        return plan.memory.reserved_bytes
+        return at_a_glance(job.plan("l40s", sequence_length=length).memory).reserved_bytes
 
-    return next(length for length in range(600, DATA["rows"]["at_most"], 8) if reserved(length) >= run["reserved"])
+    return next(length for length in range(600, most, 8) if reserved(length) >= run["reserved"])
 
 
 @pytest.mark.thorough

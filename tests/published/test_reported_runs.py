@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import memplan
+from memplan.library.answers.planned_job import plan_by_share
+from memplan.plan.reserve.simulated_run import PLACEMENTS
+from memplan.plan.reserve.simulation import Runs, at_a_glance, simulated
 from tests.jobs import yaml_data
 
 FOLDER = Path(__file__).parent
@@ -21,12 +23,13 @@ def test_a_peak_that_others_measured_is_the_one_that_is_planned(name, tmp_path):
     if "keys" in run:
         (tmp_path / "config.json").write_text(json.dumps(run["keys"]))
         job["model"] = str(tmp_path)
-    plan = memplan.plan(job.pop("model"), set=run.get("set", {}), **job)
+    by_share = plan_by_share(job.pop("model"), set=run.get("set", {}), **job).memory
+    plan = simulated(by_share, least=False, runs=Runs(PLACEMENTS[:1]))
     if "reserved" in run:
-        assert not plan.memory.reserve_by_share
-        assert plan.memory.reserved_bytes == pytest.approx(run["reserved"], rel=run["within"])
+        assert not plan.reserve_by_share
+        assert plan.reserved_bytes == pytest.approx(run["reserved"], rel=run["within"])
     else:
-        planned = plan.memory.allocated_bytes + run.get("besides", {"bytes": 0})["bytes"]
+        planned = plan.allocated_bytes + run.get("besides", {"bytes": 0})["bytes"]
         assert planned == pytest.approx(run["printed"], rel=run["within"])
     assert plan.verdict != "no"
 
@@ -37,4 +40,4 @@ def test_a_peak_that_others_measured_is_the_one_that_is_planned(name, tmp_path):
 def test_a_run_that_others_saw_out_of_memory_is_not_told_to_fit(name, job):
     table, job = OUT_OF_MEMORY[name], dict(job)
     where = {key: table[key] for key in ("gpu", "stack", "sequence_length")}
-    assert memplan.plan(job.pop("model"), **where, **job).verdict != "fits"
+    assert at_a_glance(plan_by_share(job.pop("model"), **where, **job).memory).verdict != "fits"
