@@ -70,7 +70,7 @@ def test_changes_are_in_the_words_of_the_stack(cli):
 
 
 def test_the_room_of_a_job_that_fits_is_at_most_what_max_finds(cli):
-    job = ("llama-8b", "--gpu", "rtx4090", "--config", "qlora", "--json")
+    job = ("llama-3.2-1b", "--gpu", "rtx3060", "--config", "qlora", "--json")
     out = cli("fit", *job[:-1]).out
     for quantity, own, flag in (("batch", "per_device_train_batch_size", "-b"), ("sequence", "max_length", "-s")):
         (row,) = cli("max", *job[:1], "--for", quantity, *job[1:]).data["rows"]
@@ -111,8 +111,9 @@ def test_without_a_config_the_methods_that_people_choose_from_are_shown(cli):
 
 
 def test_the_largest_batch_of_a_method_is_at_most_what_max_finds(cli):
-    out = cli("fit", "llama-8b", "--gpu", "rtx4090").out
-    (row,) = cli("max", "llama-8b", "--for", "batch", "--gpu", "rtx4090", "--config", "qlora", "--json").data["rows"]
+    job = ("llama-3.2-1b", "--gpu", "rtx3060")
+    out = cli("fit", *job).out
+    (row,) = cli("max", *job[:1], "--for", "batch", *job[1:], "--config", "qlora", "--json").data["rows"]
     (line,) = [line for line in out.splitlines() if line.startswith("  qlora ")]
     assert row["value"] - 1 <= int(line.split()[-1]) <= row["value"]
 

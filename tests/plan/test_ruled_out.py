@@ -120,3 +120,17 @@ def test_nothing_that_rules_a_model_out_exceeds_what_its_step_requests(job, card
 @given(st.data(), st.sampled_from(CARDS))
 def test_nor_where_less_is_saved(less, data, card):
     hold_bounds(data.draw(jobs_of(*LESS_SAVED[less], batches=64, lengths=4096)), card)
+
+
+SHARDS = ("parallel.data=8", "parallel.zero_stage=3")
+WOULD_EXCEED = [
+    ("llama-3.2-1b", "bf16-adamw", "torchtitan", ("compile=layers", "activation_checkpointing=none"), 32, 4096),
+    ("llama-3.2-1b", "mixed-adamw", "", (*SHARDS, "activation_checkpointing=none"), 4, 1024),
+    ("qwen3-0.6b", "bf16-adamw", "trl", (*SHARDS, "activation_checkpointing=none"), 32, 4096),
+]
+"""Jobs whose step requests less than layers save where they are not compiled, or on one GPU."""
+
+
+@pytest.mark.parametrize("job", WOULD_EXCEED)
+def test_nor_where_what_layers_save_elsewhere_would(job):
+    hold_bounds(job, "h100-sxm-80gb")
