@@ -38,26 +38,14 @@ ACCEPTED = [
 ]
 
 REFUSED = [
-    "expandable_segments",
-    "expandable_segments:",
-    "expandable_segments:true",
-    "expandable_segments:True,,",
-    "expandable_segments:True;max_split_size_mb:128",
-    "max_split_size_mb:10",
-    "max_split_size_mb:[128]",
-    "max_split_size_mb=128",
-    "max_split_size_mb:99999999999999999999999",
-    "max_split_size_mb:30,large_segment_size_mb:40",
-    "max_non_split_rounding_mb:10",
-    "garbage_collection_threshold:1.0",
-    "garbage_collection_threshold:0",
-    "large_segment_size_mb:10",
-    "roundup_power2_divisions:0",
-    "roundup_power2_divisions:3",
-    "roundup_power2_divisions:[256:3]",
-    "roundup_power2_divisions:[300:2]",
-    "roundup_power2_divisions:[256:1",
-]
+    "expandable_segments", "expandable_segments:", "expandable_segments:true", "expandable_segments:True,,",
+    "expandable_segments:True;max_split_size_mb:128", "max_split_size_mb:10", "max_split_size_mb:[128]",
+    "max_split_size_mb=128", "max_split_size_mb:99999999999999999999999",
+    "max_split_size_mb:30,large_segment_size_mb:40", "max_non_split_rounding_mb:10",
+    "garbage_collection_threshold:1.0", "garbage_collection_threshold:0", "large_segment_size_mb:10",
+    "roundup_power2_divisions:0", "roundup_power2_divisions:3", "roundup_power2_divisions:[256:3]",
+    "roundup_power2_divisions:[300:2]", "roundup_power2_divisions:[256:1",
+]  # fmt: skip
 
 
 def test_defaults_are_those_of_torch():

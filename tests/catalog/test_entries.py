@@ -158,43 +158,12 @@ def test_machines_whose_cpu_shares_the_memory_are_marked(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "rtx3060",
-        "rtx3070",
-        "rtx3080-10gb",
-        "rtx3090",
-        "rtx3090ti",
-        "rtx4060",
-        "rtx4060ti-16gb",
-        "rtx4070",
-        "rtx4080",
-        "rtx4090",
-        "rtx5060",
-        "rtx5070ti",
-        "rtx5080",
-        "rtx5090",
-        "rtx-a6000",
-        "rtx6000-ada",
-        "rtx-pro-6000-blackwell",
-        "t4",
-        "l4",
-        "l40s",
-        "a10g",
-        "a100-pcie-40gb",
-        "a100-sxm-80gb",
-        "h100-pcie-80gb",
-        "h100-sxm-80gb",
-        "h200",
-        "b200",
-        "b300",
-        "gh200",
-        "gb200",
-        "mi210",
-        "mi250x",
-        "mi300x",
-        "mi325x",
-        "mi355x",
+        "rtx3060", "rtx3070", "rtx3080-10gb", "rtx3090", "rtx3090ti", "rtx4060", "rtx4060ti-16gb", "rtx4070",
+        "rtx4080", "rtx4090", "rtx5060", "rtx5070ti", "rtx5080", "rtx5090", "rtx-a6000", "rtx6000-ada",
+        "rtx-pro-6000-blackwell", "t4", "l4", "l40s", "a10g", "a100-pcie-40gb", "a100-sxm-80gb", "h100-pcie-80gb",
+        "h100-sxm-80gb", "h200", "b200", "b300", "gh200", "gb200", "mi210", "mi250x", "mi300x", "mi325x", "mi355x",
     ],
-)
+)  # fmt: skip
 def test_cards_that_people_train_on_are_there(name):
     assert name in CATALOG.gpus
 
@@ -308,26 +277,11 @@ def test_every_name_in_a_config_resolves(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "fp16-adam",
-        "fp16-muon",
-        "q4-adam",
-        "q4-muon-bf16",
-        "q4-muon-int8",
-        "tier1",
-        "tier2",
-        "iq3-muon-int4",
-        "tier3",
-        "q4-muon-int2",
-        "iq2-fp8-muon-int4",
-        "bf16-adamw",
-        "mixed-adamw",
-        "fp32-adamw",
-        "bf16-adamw-8bit",
-        "lora",
-        "qlora",
-        "muon",
+        "fp16-adam", "fp16-muon", "q4-adam", "q4-muon-bf16", "q4-muon-int8", "tier1", "tier2", "iq3-muon-int4",
+        "tier3", "q4-muon-int2", "iq2-fp8-muon-int4", "bf16-adamw", "mixed-adamw", "fp32-adamw", "bf16-adamw-8bit",
+        "lora", "qlora", "muon",
     ],
-)
+)  # fmt: skip
 def test_every_config_of_the_design_ships(name):
     assert name in CATALOG.configs.entries
 

@@ -151,25 +151,10 @@ def integers_named_bytes(value, path=""):
 def test_a_plan_has_the_keys_of_the_design_in_its_order(cli):
     plan = cli(*FIT_ONE, "--json").data
     expected = [
-        "schema",
-        "memplan_version",
-        "catalog_hash",
-        "config",
-        "verdict",
-        "answer",
-        "model",
-        "gpu",
-        "training",
-        "bytes_per_parameter",
-        "components",
-        "instants",
-        "peak",
-        "persistent_bytes",
-        "host",
-        "suggestions",
-        "assumptions",
-        "not_modelled",
-    ]
+        "schema", "memplan_version", "catalog_hash", "config", "verdict", "answer", "model", "gpu", "training",
+        "bytes_per_parameter", "components", "instants", "peak", "persistent_bytes", "host", "suggestions",
+        "assumptions", "not_modelled",
+    ]  # fmt: skip
     assert [key for key in plan if key in expected] == expected
     assert set(plan["bytes_per_parameter"]) == {"weights", "master_weights", "gradients", "optimizer_states", "total"}
     assert sum(item["bytes"] for item in plan["components"]) == plan["peak"]["device_bytes"]

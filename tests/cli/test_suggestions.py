@@ -71,17 +71,9 @@ def test_a_key_is_set_once(refused):
 
 # ------------------------------------------------------------------ round trip
 CONFIGS = [
-    "tier1",
-    "tier3",
-    "bf16-adamw",
-    "mixed-adamw",
-    "fp16-adam",
-    "q4-adam",
-    "lora",
-    "qlora",
-    "muon",
+    "tier1", "tier3", "bf16-adamw", "mixed-adamw", "fp16-adam", "q4-adam", "lora", "qlora", "muon",
     "bf16-adamw-8bit",
-]
+]  # fmt: skip
 ROUND_TRIPS = [
     *(("llama-8b", name) for name in CONFIGS),
     ("gpt2", "tier1"),
@@ -111,17 +103,8 @@ def test_the_training_of_an_answer_given_back_as_a_config_gives_the_same_answer(
 
 def test_changes_on_the_command_line_are_in_the_training_of_the_answer(cli, write):
     changed = (
-        "-b",
-        2,
-        "-s",
-        1024,
-        "--checkpointing",
-        "full",
-        "--set",
-        "kernels.loss=chunked",
-        "--set",
-        "reserve=1 GiB",
-    )
+        "-b", 2, "-s", 1024, "--checkpointing", "full", "--set", "kernels.loss=chunked", "--set", "reserve=1 GiB",
+    )  # fmt: skip
     plan = cli("fit", "llama-8b", "--gpu", "h100", "--config", "tier1", "--json", *changed).data
     again = cli(
         "fit", "llama-8b", "--gpu", "h100", "--config", write("again.json", json.dumps(plan["training"])), "--json"

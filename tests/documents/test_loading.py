@@ -298,17 +298,9 @@ def test_ten_mistakes_in_a_config_are_reported_as_ten():
     found = problems(TEN_MISTAKES, TrainingConfig)
     named = [line.split(": ")[1] for line in found if "required key" not in line]
     assert named == [
-        "descripton",
-        "status",
-        "weights.default",
-        "master_weights",
-        "compute_dtype",
-        "gradients.lifetime",
-        "micro_batch_size",
-        "activation_checkpointing",
-        "kernels.attention",
-        "dropout",
-    ]
+        "descripton", "status", "weights.default", "master_weights", "compute_dtype", "gradients.lifetime",
+        "micro_batch_size", "activation_checkpointing", "kernels.attention", "dropout",
+    ]  # fmt: skip
     lines = [int(line.split(":")[1]) for line in found if "required key" not in line]
     assert lines == list(range(1, 11))
     assert [line for line in found if "required key" in line] == ["file.yaml:1: description: required key is missing"]

@@ -61,19 +61,9 @@ def value(random: Random, depth: int = 0) -> Any:
 def edits(random: Random) -> list[Edit]:
     """Return edits: where, what is done there, with which value, under which key."""
     kinds = (
-        "replace",
-        "replace",
-        "replace",
-        "delete",
-        "rename",
-        "wrap",
-        "text",
-        "negate",
-        "scale",
-        "add",
-        "swap",
+        "replace", "replace", "replace", "delete", "rename", "wrap", "text", "negate", "scale", "add", "swap",
         "case",
-    )
+    )  # fmt: skip
     return [
         (
             random.randrange(2**16),

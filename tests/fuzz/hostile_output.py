@@ -54,26 +54,11 @@ PIECES = (
         "&lt;",
     ),
     *(
-        "]]>",
-        "&",
-        "[x](y)",
-        "[bold]",
-        "[/]",
-        "@user",
-        "'",
-        '"',
-        ",",
-        ";",
-        "\\",
-        "%0A",
-        "%s",
-        "{0}",
-        "$x$",
-        "$(id)",
+        "]]>", "&", "[x](y)", "[bold]", "[/]", "@user", "'", '"', ",", ";", "\\", "%0A", "%s", "{0}", "$x$", "$(id)",
         "$\\frac$",
     ),
     *("\ud800", "\udc80", "\ufffe", "\ufeff", "😀", "é", "漢", " ", "  ", "a", "model", "x" * 90),
-)
+)  # fmt: skip
 TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.characters()), min_size=1, max_size=6).map("".join)
 
 CONFIG = '{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 64}'

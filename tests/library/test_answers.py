@@ -25,15 +25,7 @@ QUESTIONS = {
     "plan-with-keys-set": (
         lambda: memplan.plan("gpt2", config="lora", set={"adapter.rank": 8, "kernels.optimizer": "fused"}, **ON),
         (
-            "fit",
-            "gpt2",
-            "--gpu",
-            "rtx4090",
-            "-c",
-            "lora",
-            "--set",
-            "adapter.rank=8",
-            "--set",
+            "fit", "gpt2", "--gpu", "rtx4090", "-c", "lora", "--set", "adapter.rank=8", "--set",
             "kernels.optimizer=fused",
         ),
     ),
@@ -57,14 +49,14 @@ QUESTIONS = {
         ("max", "--gpu", "rtx4090", "--config", "tier3"),
     ),
     "largest-batch": (
-        lambda: memplan.largest("llama-3.1-8b", of="batch", config="qlora", **ON),
-        ("max", *LLAMA, "--for", "batch", "--config", "qlora"),
+        lambda: memplan.largest("llama-3.2-1b", of="batch", config="qlora", **ON),
+        ("max", "llama-3.2-1b", "--gpu", "rtx4090", "--for", "batch", "--config", "qlora"),
     ),
     "largest-rank": (
         lambda: memplan.largest("gpt2", of="lora-rank", gpus=2, **ON),
         ("max", "gpt2", "--for", "lora-rank", "--gpu", "rtx4090", "--gpus", 2),
     ),
-    "where": (lambda: memplan.where("llama-3.2-3b", config="lora"), ("where", "llama-3.2-3b", "--config", "lora")),
+    "where": (lambda: memplan.where("gpt2", config="lora"), ("where", "gpt2", "--config", "lora")),
     "frontier": (
         lambda: memplan.frontier("gpt2", batches=[4, 1], lengths=[512, 1024], config="lora", **ON),
         ("frontier", "gpt2", "--batches", "1,4", "--lengths", "512,1024", "-c", "lora", "-g", "rtx4090"),
@@ -82,7 +74,7 @@ QUESTIONS = {
         lambda: memplan.suggest("llama-3.1-70b", gpu_memory="8GiB", config="lora", set=["sequence_length=1024"]),
         ("suggest", "llama-3.1-70b", "--gpu-memory", "8GiB", "--config", "lora", "--set", "sequence_length=1024"),
     ),
-}
+}  # fmt: skip
 
 
 @cache

@@ -21,16 +21,8 @@ MODELS = (
     "deepseek-v2-lite",
 )
 STACKS = (
-    "bundled",
-    "plain-loop",
-    "transformers",
-    "trl",
-    "axolotl",
-    "llama-factory",
-    "torchtune",
-    "torchtitan",
-    "litgpt",
-)
+    "bundled", "plain-loop", "transformers", "trl", "axolotl", "llama-factory", "torchtune", "torchtitan", "litgpt",
+)  # fmt: skip
 CONFIGS = ("bf16-adamw", "bf16-adamw-8bit", "mixed-adamw", "lora", "qlora", "muon", "tier1")
 GPUS = ("rtx3050", "rtx4090", "a100-40gb", "h100", "b200")
 KEYS = st.fixed_dictionaries(

@@ -86,22 +86,12 @@ def test_a_guess_says_what_it_is_made_by(catalog):
 @pytest.mark.parametrize(
     "text",
     [
-        "someone/Qwen2.5-7B-4B-merge",
-        "someone/Qwen2.5-7B-reranker",
-        "someone/Ministral-3b-mine",
-        "someone/Mistral-Small-9-24B",
-        "someone/Mistral-Poems-7B-v0.9",
-        "someone/llama-3.1-8b-to-gemma-distilled",
-        "someone/gemma-7b-llama",
-        "someone/phi-4-of-mine",
-        "someone/qwen25-7b-4x7b",
-        "custom_model_name",
-        "no/such-model",
-        "llama3-3B",
-        "someone/llama-1-3b",
-        "qwen-38b",
+        "someone/Qwen2.5-7B-4B-merge", "someone/Qwen2.5-7B-reranker", "someone/Ministral-3b-mine",
+        "someone/Mistral-Small-9-24B", "someone/Mistral-Poems-7B-v0.9", "someone/llama-3.1-8b-to-gemma-distilled",
+        "someone/gemma-7b-llama", "someone/phi-4-of-mine", "someone/qwen25-7b-4x7b", "custom_model_name",
+        "no/such-model", "llama3-3B", "someone/llama-1-3b", "qwen-38b",
     ],
-)
+)  # fmt: skip
 def test_no_guess_is_made_where_shapes_may_differ(catalog, text):
     with pytest.raises(UnknownNameError, match=r"unknown model .* give its config\.json"):
         resolve_model_name(text, catalog)

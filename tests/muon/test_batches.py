@@ -13,18 +13,8 @@ from .memory import LiveStorages, tensors_of
 
 SHAPES = ((32, 32), (32, 32), (64, 32), (32, 96))
 VIEWS = (
-    "view",
-    "slice",
-    "select",
-    "unbind",
-    "t.default",
-    "transpose",
-    "detach",
-    "empty",
-    "alias",
-    "unsqueeze",
-    "expand",
-)
+    "view", "slice", "select", "unbind", "t.default", "transpose", "detach", "empty", "alias", "unsqueeze", "expand",
+)  # fmt: skip
 BATCH = 1 << 22
 
 

@@ -54,20 +54,9 @@ def test_suggestions_are_written_in_the_stacks_own_keys_and_name_nothing_it_cann
     assert all(own.own_key is not None for suggestion in plan.suggestions for own in suggestion.own)
     assert not any("gradients.lifetime" in suggestion.change for suggestion in plan.suggestions)
     asked = (
-        "fit",
-        "llama-8b",
-        "--gpu",
-        "rtx4090",
-        "--full",
-        "--stack",
-        "transformers",
-        "-b",
-        "4",
-        "--set",
-        "weights=fp32",
-        "--set",
-        "compute_dtype=fp32",
-    )
+        "fit", "llama-8b", "--gpu", "rtx4090", "--full", "--stack", "transformers", "-b", "4", "--set",
+        "weights=fp32", "--set", "compute_dtype=fp32",
+    )  # fmt: skip
     assert "[per_device_train_batch_size: 1]" in cli(*asked, "-v").out
     rows = cli(*asked, "--json").data["suggestions"]
     least = next(row for row in rows if row["change"] == "micro_batch_size=1")

@@ -50,17 +50,9 @@ def test_the_heat_map_is_written_to_a_file_or_shown(cli, tmp_path):
 
 def test_the_exit_code_says_whether_a_cell_fits(cli):
     tight = (
-        "frontier",
-        "llama-8b",
-        "--gpu",
-        "h100",
-        "--config",
-        "bf16-adamw-8bit",
-        "--batches",
-        "3",
-        "--lengths",
+        "frontier", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bit", "--batches", "3", "--lengths",
         "2048",
-    )
+    )  # fmt: skip
     assert cli(*FRONTIER).exit_code == 0
     assert (cli(*tight).exit_code, cli(*tight, "--strict").exit_code) == (0, 1)
     assert cli("frontier", "llama-70b", "--gpu", "rtx4090").exit_code == 1
@@ -154,19 +146,10 @@ def test_the_cheapest_comes_first(cli, write):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        "h100: x",
-        "h10x: 1",
-        "h100: -1",
-        "h100: true",
-        "prices: 3",
-        "prices: {}\nother: 1",
-        "h100: 1\nh100-sxm-80gb: 2",
-        "h100: .nan",
-        "5",
+        "", "[]", "h100: x", "h10x: 1", "h100: -1", "h100: true", "prices: 3", "prices: {}\nother: 1",
+        "h100: 1\nh100-sxm-80gb: 2", "h100: .nan", "5",
     ],
-)
+)  # fmt: skip
 def test_a_bad_price_file_is_refused(cli, write, text):
     ran = cli("where", "gpt2", "--price", write("p.yaml", text))
     assert (ran.exit_code, ran.out) == (2, "")

@@ -149,20 +149,9 @@ def test_what_fits_comes_before_what_is_tight(rows):
 
 def test_strict_takes_no_tight_ones(cli):
     job = (
-        "suggest",
-        "gpt2",
-        "--set",
-        "allocator=native",
-        "-s",
-        "128",
-        "--keep",
-        "weights",
-        "--keep",
-        "optimizer",
-        "--keep",
-        "offload",
-        "--json",
-    )
+        "suggest", "gpt2", "--set", "allocator=native", "-s", "128", "--keep", "weights", "--keep", "optimizer",
+        "--keep", "offload", "--json",
+    )  # fmt: skip
     peak = cli(*job, "--gpu-memory", "1GiB").data["nearest_miss"]["plan"]["peak"]
     between = ("--gpu-memory", f"{(peak['device_bytes'] + peak['upper_bytes']) // 2} bytes")
     loose, strict = cli(*job, *between), cli(*job, *between, "--strict")
