@@ -15,18 +15,7 @@ from memplan.muon.weights.quantised import QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 
 __all__ = [
-    "Muon",
-    "OptimizerError",
-    "PredictedBytes",
-    "QuantisedEmbedding",
-    "QuantisedLinear",
-    "QuantisedWeight",
-    "latest_checkpoint",
-    "newton_schulz_",
-    "newton_schulz_workspace_bytes",
-    "predict_bytes",
-    "predict_optimizer_bytes",
-    "quantise_",
-    "saved_checkpoint",
-    "split_parameters",
-]
+    "Muon", "OptimizerError", "PredictedBytes", "QuantisedEmbedding", "QuantisedLinear", "QuantisedWeight",
+    "latest_checkpoint", "newton_schulz_", "newton_schulz_workspace_bytes", "predict_bytes",
+    "predict_optimizer_bytes", "quantise_", "saved_checkpoint", "split_parameters",
+]  # fmt: skip

@@ -60,15 +60,9 @@ DEFAULTS: dict[str, Any] = {
     "low_rank": 0,
 }
 LAYOUT_KEYS = (
-    "algorithm",
-    "momentum_format",
-    "block_elements",
-    "scale_dtype",
-    "adamw_format",
-    "master",
-    "projection_rank",
+    "algorithm", "momentum_format", "block_elements", "scale_dtype", "adamw_format", "master", "projection_rank",
     "low_rank",
-)
+)  # fmt: skip
 """Keys that decide which state tensors there are: a checkpoint must agree in them."""
 
 _TORCH_KEYS = {"params", "name", "param_names", "initial_lr", "role"}

@@ -72,21 +72,10 @@ def instant_forms(plan: MemoryPlan) -> tuple[InstantForm, ...]:
 
 
 COMPONENTS = (
-    "weights",
-    "master_weights",
-    "gradients",
-    "optimizer_states",
-    "buffers",
-    "activations",
-    "logits",
-    "temporaries",
-    "communication",
-    "library_workspaces",
-    "allocator_reserve",
-    "device_context",
-    "nccl_buffers",
+    "weights", "master_weights", "gradients", "optimizer_states", "buffers", "activations", "logits", "temporaries",
+    "communication", "library_workspaces", "allocator_reserve", "device_context", "nccl_buffers",
     "generation_engine",
-)
+)  # fmt: skip
 """The names of DESIGN section 5, in the order of every table."""
 
 TAPE = "operations of the reference model, each tensor kept until its backward has run (memplan/step/tapes/tape.py)"

@@ -22,16 +22,11 @@ LITERATURE = sorted(FOLDER.glob("literature-*.json"))
 BASELINES = tuple(
     f"train-{name}"
     for name in (
-        "muon-fp32-weights",
-        "muon-fp32-weights-batch4",
-        "muon-fp32-weights-momentum8",
-        "muon-fp32-weights-momentum8-1000",
-        "muon-fp32-weights-wide",
-        "muon-fp32-weights-wide-short",
-        "fp32-adamw",
+        "muon-fp32-weights", "muon-fp32-weights-batch4", "muon-fp32-weights-momentum8",
+        "muon-fp32-weights-momentum8-1000", "muon-fp32-weights-wide", "muon-fp32-weights-wide-short", "fp32-adamw",
         "fp32-adamw-batch4",
     )
-)
+)  # fmt: skip
 BOUNDS = {
     "train-muon-int8-fp32-weights": (-0.5, 0.5),
     "train-tier1": (0.0, 12.0),

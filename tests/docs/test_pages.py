@@ -22,13 +22,9 @@ pytestmark = pytest.mark.usefixtures("answered_once")
 PYTHON_PAGES = ("docs/library.md", "docs/muon.md")
 """Whose examples are code, with tests of their own."""
 LONG = (
-    "memplan lab train ",
-    "memplan lab largest ",
-    "memplan validate --",
-    "memplan where ",
-    "memplan max --config tier3",
-    "memplan max llama-8b --for ",
-)
+    "memplan lab train ", "memplan lab largest ", "memplan validate --", "memplan where ",
+    "memplan max --config tier3", "memplan max llama-8b --for ",
+)  # fmt: skip
 """Commands that train or simulate for seconds: .ci/run runs the first of each with the tests of many jobs; the others are slow."""
 
 

@@ -24,23 +24,8 @@ MODELS = (
     "deepseek-v2-lite", "gpt-oss-20b", "qwen2.5-vl-3b", "llama-3.1-8b",
 )  # fmt: skip
 PLAUSIBLE = (
-    "0",
-    "1",
-    "2",
-    "3",
-    "4",
-    "8",
-    "16",
-    "100",
-    "1000",
-    "65536",
-    "0.5",
-    "true",
-    "false",
-    "null",
-    "auto",
-    "1 GiB",
-)
+    "0", "1", "2", "3", "4", "8", "16", "100", "1000", "65536", "0.5", "true", "false", "null", "auto", "1 GiB",
+)  # fmt: skip
 OF_TYPE: Mapping[Any, tuple[str, ...]] = {
     int: ("1", "2", "3", "4", "8", "96", "1000", "65536"),
     float: ("0", "0.1", "0.3", "1"),
@@ -53,15 +38,9 @@ BESIDE = (
 )  # fmt: skip
 """Settings without which other keys count for nothing."""
 LISTS = (
-    "[q_proj]",
-    "[c_attn, c_proj]",
-    "[lm_head]",
-    "['.*']",
-    "['(.*)*x']",
-    "[language_model]",
-    "[core_attn, mlp]",
+    "[q_proj]", "[c_attn, c_proj]", "[lm_head]", "['.*']", "['(.*)*x']", "[language_model]", "[core_attn, mlp]",
     "all-linear",
-)
+)  # fmt: skip
 
 
 def _options(hint: Any) -> Iterator[str]:

@@ -13,19 +13,8 @@ from memplan.cli.main import make_app
 from .hostile import some_text
 
 MODELS = (
-    "gpt2",
-    "llama-8b",
-    "smollm2-135m",
-    "lama",
-    "-",
-    "~",
-    ".",
-    "/dev/zero",
-    "x.gguf",
-    "x.safetensors",
-    "x.json",
-    "",
-)
+    "gpt2", "llama-8b", "smollm2-135m", "lama", "-", "~", ".", "/dev/zero", "x.gguf", "x.safetensors", "x.json", "",
+)  # fmt: skip
 GPUS = ("rtx4090", "h100", "local", "LOCAL", "mi325x", "gb300", "rtx")
 CONFIGS = ("bf16-adamw", "tier1", "lora", "qlora", "muon", "-", "x.yaml", "./x.json", "fp32-adamw")
 NUMBERS = (

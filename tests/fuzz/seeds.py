@@ -125,15 +125,9 @@ def _evidence(path: Path) -> object:
 
 
 MODELS = (
-    "llama-3.1-8b",
-    "deepseek-v2-lite",
-    "qwen1.5-moe-a2.7b",
-    "gpt2",
-    "gemma-2-2b",
-    "falcon-7b",
-    "gpt-oss-20b",
+    "llama-3.1-8b", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "gpt2", "gemma-2-2b", "falcon-7b", "gpt-oss-20b",
     "phi-2",
-)
+)  # fmt: skip
 
 
 def _models() -> list[Seed]:

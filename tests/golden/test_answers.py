@@ -18,14 +18,9 @@ pytestmark = pytest.mark.thorough
 
 FILE = Path(__file__).with_name("answers.json")
 ASKED = (
-    "max ",
-    "where ",
-    "suggest ",
-    "recommend ",
-    "fit --rank ",
-    "fit --method inference ",
+    "max ", "where ", "suggest ", "recommend ", "fit --rank ", "fit --method inference ",
     "fit llama-8b --gpu rtx4090 --config ",
-)
+)  # fmt: skip
 COMMANDS = [
     line
     for line in Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()

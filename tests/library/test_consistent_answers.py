@@ -11,15 +11,9 @@ from tests.jobs import shipped_catalog
 
 CATALOG = shipped_catalog()
 MODELS = (
-    "gpt2",
-    "pythia-160m",
-    "smollm2-135m",
-    "qwen3-0.6b",
-    "gemma-2-2b",
-    "llama-3.1-8b",
-    "qwen3-30b-a3b",
+    "gpt2", "pythia-160m", "smollm2-135m", "qwen3-0.6b", "gemma-2-2b", "llama-3.1-8b", "qwen3-30b-a3b",
     "deepseek-v2-lite",
-)
+)  # fmt: skip
 STACKS = (
     "bundled", "plain-loop", "transformers", "trl", "axolotl", "llama-factory", "torchtune", "torchtitan", "litgpt",
 )  # fmt: skip

@@ -31,13 +31,9 @@ def test_adapters_are_beside_their_weight_and_modules_in_the_order_of_torchtunes
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "lm_head.weight"
     assert names[1:7] == [
-        "0.self_attn.q_proj.weight",
-        "0.self_attn.q_proj.bias",
-        "0.self_attn.q_proj.lora_A.weight",
-        "0.self_attn.q_proj.lora_B.weight",
-        "0.mlp.up_proj.weight",
-        "0.input_layernorm.weight",
-    ]
+        "0.self_attn.q_proj.weight", "0.self_attn.q_proj.bias", "0.self_attn.q_proj.lora_A.weight",
+        "0.self_attn.q_proj.lora_B.weight", "0.mlp.up_proj.weight", "0.input_layernorm.weight",
+    ]  # fmt: skip
     assert [name[0] for name in names[1:-1]] == ["0"] * 6 + ["1"] * 6
 
 

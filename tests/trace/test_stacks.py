@@ -87,14 +87,9 @@ def test_a_plain_loop_has_a_name_for_the_last_steps_logits(traced):
 
 def test_every_instant_of_a_step_is_seen(traced):
     assert list(traced().instants) == [
-        "forward",
-        "loss backward",
-        "head backward",
-        "layer 2 backward",
-        "layer 1 backward",
-        "end of backward",
+        "forward", "loss backward", "head backward", "layer 2 backward", "layer 1 backward", "end of backward",
         "optimizer step",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

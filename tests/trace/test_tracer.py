@@ -141,18 +141,9 @@ def test_instants_come_in_the_order_of_a_step(make_model, make_setup):
         save_checkpoint=True,
     )
     assert list(trace.instants) == [
-        "forward",
-        "loss backward",
-        "head backward",
-        "layer 2 backward",
-        "layer 1 backward",
-        "end of backward",
-        "second backward",
-        "gradient clipping",
-        "optimizer step",
-        "evaluation",
-        "checkpoint saving",
-    ]
+        "forward", "loss backward", "head backward", "layer 2 backward", "layer 1 backward", "end of backward",
+        "second backward", "gradient clipping", "optimizer step", "evaluation", "checkpoint saving",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])

@@ -99,26 +99,10 @@ class StreamAllocator:
     """
 
     __slots__ = (
-        "_address",
-        "_bases",
-        "_downwards",
-        "_limit",
-        "_pool_of",
-        "_releases",
-        "_segments",
-        "_virtual",
-        "allocated",
-        "allocated_peak",
-        "holes",
-        "live",
-        "parts",
-        "pools",
-        "reserved",
-        "reserved_peak",
-        "retries",
-        "survives",
+        "_address", "_bases", "_downwards", "_limit", "_pool_of", "_releases", "_segments", "_virtual", "allocated",
+        "allocated_peak", "holes", "live", "parts", "pools", "reserved", "reserved_peak", "retries", "survives",
         "tops",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -30,16 +30,9 @@ PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
 """What tells where a tensor is, which C++ would answer of a distributed one."""
 BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor",
+)  # fmt: skip
 """What a script may go on beside: the first argument of each is what it writes into."""
 
 

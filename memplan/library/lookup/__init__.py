@@ -27,17 +27,6 @@ def _shipped_catalog() -> Catalog:
 
 
 __all__ = [
-    "Overrides",
-    "Shapes",
-    "catalog_model",
-    "custom_gpu",
-    "find_device",
-    "find_model",
-    "find_setup",
-    "local_gpu",
-    "open_catalog",
-    "parallels",
-    "require_one_gpu",
-    "require_own_loop",
-    "resolve_model_name",
-]
+    "Overrides", "Shapes", "catalog_model", "custom_gpu", "find_device", "find_model", "find_setup", "local_gpu",
+    "open_catalog", "parallels", "require_one_gpu", "require_own_loop", "resolve_model_name",
+]  # fmt: skip

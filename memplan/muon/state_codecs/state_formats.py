@@ -11,18 +11,8 @@ DIVERGING = frozenset({"int2-notes"})
 """Formats with which training diverges; they are kept to show that."""
 
 MOMENTUM_FORMATS = (
-    "fp32",
-    "bf16",
-    "int8",
-    "int4",
-    "int2",
-    "int2-no-zero",
-    "int2-notes",
-    "gauss4",
-    "gauss3",
-    "gauss2",
-    "ternary",
-)
+    "fp32", "bf16", "int8", "int4", "int2", "int2-no-zero", "int2-notes", "gauss4", "gauss3", "gauss2", "ternary",
+)  # fmt: skip
 
 ADAMW_FORMATS = ("fp32", "bf16", "int8")
 ADAMW_BLOCK = 256

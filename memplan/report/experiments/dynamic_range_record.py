@@ -35,17 +35,8 @@ def blocks(record: dict[str, Any]) -> tuple[Table | str, ...]:
         for row in record["rows"]
     ]
     headers = (
-        "log10 of",
-        ">step",
-        ">lowest",
-        ">0.1 %",
-        ">median",
-        ">99.9 %",
-        ">largest",
-        ">decades",
-        ">zeros, %",
-        ">bits",
-    )
+        "log10 of", ">step", ">lowest", ">0.1 %", ">median", ">99.9 %", ">largest", ">decades", ">zeros, %", ">bits",
+    )  # fmt: skip
     return (Table(headers, tuple(cells), "Spans in powers of ten, means of the seeds"),)
 
 
