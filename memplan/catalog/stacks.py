@@ -195,6 +195,7 @@ class Stack:
     # where attention is a library's flash kernel.
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)  # What it can learn from whose steps the formula follows
+    encoders: tuple[Stage, ...] = ()  # The same where its model is an encoder
     # Whether DoRA's magnitudes on quantised weights stay ``apart`` as PEFT makes them, or are ``cast`` like other
     # adapters, be it by its trainers of preferences alone.
     magnitudes: Literal["apart", "cast", "cast-but-sft"] = "apart"

@@ -103,3 +103,13 @@ def parameters_by_role(inventory: Iterable[ParameterTensor]) -> dict[Role, int]:
     for tensor in inventory:
         counts[tensor.role] = counts.get(tensor.role, 0) + tensor.elements * tensor.count
     return counts
+
+
+def inside(module: str, name: str) -> str:
+    """Return the name of a module's part; the layer's own where ``module`` is empty.
+
+    Example:
+        >>> inside("mlp", "fc1"), inside("", "fc1")
+        ('mlp.fc1', 'fc1')
+    """
+    return f"{module}.{name}" if module else name

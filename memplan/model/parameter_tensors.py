@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from memplan.model.encoder import Encoder
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
-from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.model.inventory import Inventory, ParameterTensor, Role, inside
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import (
     Attention,
@@ -17,7 +18,6 @@ from memplan.model.spec import (
     ModelSpec,
     Norm,
     TensorNames,
-    inside,
 )
 from memplan.model.state_space import StateSpace
 from memplan.model.tower import TowerTensor
@@ -33,15 +33,20 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
     rows = spec.vocab_size + spec.unsaid_words
     tensors.append(ParameterTensor(f"{names.embedding}.weight", (rows, spec.hidden_size), "embedding"))
-    if spec.embedding_norm is not None:
+    if spec.embedding_norm is not None and spec.encoder is None:
         tensors += _norm(names.embedding_norm, spec.embedding_norm, spec.hidden_size)
     if spec.learned_positions:
         rows = spec.learned_positions + spec.reserved_positions
         tensors.append(ParameterTensor(f"{names.positions}.weight", (rows, spec.hidden_size), "embedding"))
+    if spec.encoder is not None:
+        tensors += _encoder_embeddings(spec, spec.encoder)
     for run in spec.runs:
         tensors += _run_tensors(spec, run)
     tensors += _norm(names.final_norm, spec.final_norm, spec.hidden_size)
     tensors += _layer_inputs(spec)
+    if spec.encoder is not None:
+        pooler = _linear(spec, names.pooler, spec.hidden_size, spec.hidden_size, True)
+        tensors += [replace(tensor, used=spec.encoder.reads_pooled) for tensor in pooler]
     if not spec.tie_word_embeddings:
         tensors.append(ParameterTensor(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size), "head"))
     if spec.head_bias:
@@ -57,6 +62,15 @@ def _layer_inputs(spec: ModelSpec) -> Iterator[ParameterTensor]:
         yield ParameterTensor(f"{spec.names.layer_embedding}.weight", (spec.layer_vocab, rows), "embedding")
         yield from _linear(spec, spec.names.layer_projection, rows, spec.hidden_size, False)
         yield from _norm(spec.names.layer_projection_norm, spec.final_norm, width)
+
+
+def _encoder_embeddings(spec: ModelSpec, encoder: Encoder) -> Iterator[ParameterTensor]:
+    """Yield the types of tokens, and the norm of what is added to embedded ones."""
+    if encoder.token_types:
+        shape = (encoder.token_types, spec.hidden_size)
+        yield ParameterTensor(f"{spec.names.token_types}.weight", shape, "embedding")
+    if spec.embedding_norm is not None:
+        yield from _norm(spec.names.embedding_norm, spec.embedding_norm, spec.hidden_size)
 
 
 def _of_tower(tensor: TowerTensor) -> ParameterTensor:
@@ -104,7 +118,7 @@ def norm_names(names: TensorNames, layer: Layer) -> tuple[str, ...]:
     """Return the names of a layer's norms, those around attention first."""
     if layer.placement == "pre":
         return (names.input_norm, names.post_attention_norm)
-    if layer.placement == "post":
+    if layer.placement in ("post", "summed"):
         return (names.post_attention_norm, names.post_feed_forward_norm)
     if layer.placement == "sandwich":
         return (names.input_norm, names.post_attention_norm, names.pre_feed_forward_norm, names.post_feed_forward_norm)

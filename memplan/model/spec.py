@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, in the parts that move memory.
+"""The shape of a transformer without a second stack, in the parts that move memory: a decoder or an encoder.
 
 A model is runs of equal layers, a layer is attention and a feed-forward part joined by norms. Inventory, activation
 tape and the lab's reference model are derived from these values and from nothing else.
@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
+from memplan.model.encoder import Encoder
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.state_space import StateSpace
@@ -28,14 +29,16 @@ Activation = Literal[
     "xielu",  # Of two halves, each of which a learned number scales (Apertus)
     "quick-gelu",
 ]
-Placement = Literal["pre", "post", "sandwich", "parallel", "alone"]
+Placement = Literal["pre", "post", "summed", "sandwich", "parallel", "alone"]
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """A normalisation over the last dimension."""
 
-    kind: Literal["rms", "layer"] = "rms"  # ``rms`` or ``layer`` (subtracts the mean)
+    kind: Literal["rms", "layer", "none"] = (
+        "rms"  # ``rms`` or ``layer`` (subtracts the mean); ``none`` where none stands
+    )
     weight: bool = True  # Whether it has a learned scale; OLMo 1 has none
     bias: bool = False  # Whether it has a learned shift
     unit_offset: bool = False  # Scale is ``1 + weight``, computed in fp32, as in Gemma
@@ -192,7 +195,8 @@ class Layer:
     attention: Mixer | None  # None where the feed-forward part is ``alone``
     feed_forward: Mlp | MixtureOfExperts | None  # None where what mixes tokens is
     norm: Norm
-    # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``sandwich``: before and after (Gemma 2, 3);
+    # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``summed``: after what each has been added to (BERT);
+    # ``sandwich``: before and after (Gemma 2, 3);
     # ``parallel``: both read the same input and are added together (NeoX, Phi); ``alone``: one part behind one norm (Nemotron-H).
     placement: Placement = "pre"
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
@@ -238,6 +242,8 @@ class TensorNames(NamedTuple):
     embedding: str = "model.embed_tokens"
     embedding_norm: str = "transformer.word_embeddings_layernorm"
     positions: str = "transformer.wpe"
+    token_types: str = "embeddings.token_type_embeddings"
+    pooler: str = "pooler.dense"
     layer: str = "model.layers.{}"
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -274,19 +280,9 @@ class TensorNames(NamedTuple):
     post_feed_forward_norm: str = "post_feedforward_layernorm"
 
 
-def inside(module: str, name: str) -> str:
-    """Return the name of a module's part; the layer's own where ``module`` is empty.
-
-    Example:
-        >>> inside("mlp", "fc1"), inside("", "fc1")
-        ('mlp.fc1', 'fc1')
-    """
-    return f"{module}.{name}" if module else name
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer, with a vision tower in front or without."""
+    """A decoder, with a vision tower in front or without, or an encoder."""
 
     name: str  # What people call it
     architecture: str  # Name of the family, which is that of its function in ``model/families/kinds``
@@ -317,6 +313,7 @@ class ModelSpec:
     dropout: float = 0.0  # Dropout probability of the released config, of what is added to the residual stream
     attention_dropout: float = 0.0  # The same, of attention's weights
     use_cache: bool = True  # Whether a forward returns keys and values where nothing is said
+    encoder: Encoder | None = None  # What an encoder has besides; None for a decoder, whose tokens see those before
     tower: Tower | None = None  # Vision tower and projector; None for a text model
     beside: tuple[TowerTensor, ...] = ()  # Parameters of no part above: embeddings of values, gates, scalars (nanochat)
     source: str = ""  # Where the shapes were read

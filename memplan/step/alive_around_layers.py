@@ -109,11 +109,14 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
 def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
     spec, setup = inputs.spec, inputs.setup
+    first = taped.layer_of(0)
+    saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
+    if spec.encoder is not None:  # ``embedding_output`` in ``BertModel.forward`` (transformers 5.24.0)
+        return ZERO if saved or (taped.again[taped.kinds[0]] and first.tape.nodes) else stream_form(inputs)
     if not family_code(setup.stack, spec.architecture).forms_tables:
         return ZERO
     if setup.has_value_head and not spec.learned_positions:
         return ZERO  # named with all that layers are given
-    first = taped.layer_of(0)
     own = taped.embedding.tape.saved_storages()
     if (spec.embedding_norm is not None and FIRST_RESULT in own) or taped.embedding.output.storage in own:
         return ZERO
@@ -129,7 +132,6 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
         return tokens + single_form(Part.ACTIVATIONS, position_quantity(code), row)
     if apart:
         return tokens
-    saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     return ZERO if saved and not staged else tokens
 
 
@@ -248,7 +250,7 @@ def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
 
 def called_again(inputs: StepInputs) -> Form:
     """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
-    if not _is_reentrant(inputs.setup):
+    if not _is_reentrant(inputs.setup) or inputs.spec.encoder is not None:  # which is given a mask alone, by its place
         return ZERO
     # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
     # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).

@@ -144,6 +144,7 @@ def _waiting(inputs: StepInputs, taped: ModelOnTape) -> tuple[Waiting, ...]:
 def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether no layer is like the first, which is given the embedding's output itself."""
     direct = is_direct(taped.embedding) and not inputs.spec.learned_positions
+    direct = direct or inputs.spec.encoder is not None  # whose model names what its first layer is given
     return direct and taped.counts()[taped.kinds[0]] == 1
 
 

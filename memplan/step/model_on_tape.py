@@ -129,7 +129,8 @@ class ModelOnTape:
         return evaluated_head(self.settings, self.weights, width, loss_inside=loss_inside)
 
     def cast_biases(self) -> Iterator[CastBias]:
-        """Yield the biases that layers cast for good, run by run."""
+        """Yield the biases that what stands behind layers, and these, cast for good, run by run."""
+        yield from [(name, 0, 1, width) for name, width in self.head.section.tape.cast_biases.items()]
         for index, run in enumerate(self.runs):
             for name, width in self.layer_of(index).tape.cast_biases.items():
                 yield name, run.first, run.count, width
@@ -158,7 +159,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     """Return a model on tape; parts that it has in common with others are shared."""
     spec = inputs.spec
     block = block_settings(spec, inputs.setup, inputs.regime)
-    weights = taped_weights(inputs.setup, inputs.states)
+    weights = taped_weights(inputs.setup, inputs.states, spec.names.pooler if spec.encoder is not None else "")
     prefix, known = f"{spec.names.layer}.", {key[:2] for key in weights}
     settings = end_settings(spec, block, inputs.setup, frozen=(f"{spec.names.embedding}.weight", False) in known)
     visual = {name: weight for (name, *_), weight in weights.items() if spec.tower is not None and is_of_tower(name)}
@@ -201,9 +202,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     if regime.orders is not None:
         compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums, alone=regime.one_sequence), regime.orders)
     balanced = _router_logits(inputs, block, zip(numbers, layers, strict=True))
-    middle = (layers, numbers, sections, again, staged)
-    handed = kinds.handing.down(sections[0])
-    return ModelOnTape(settings, root, embedding, *middle, head, lowest, tower, compiled, balanced, handed)
+    ends = (head, lowest, tower, compiled, balanced, kinds.handing.down(sections[0]))
+    return ModelOnTape(settings, root, embedding, layers, numbers, sections, again, staged, *ends)
 
 
 def _left_behind(inputs: StepInputs, settings: EndSettings, root: Named) -> Sizes:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.model.spec import ModelSpec
 from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.family_code import dropouts, family_code
@@ -14,7 +15,7 @@ from memplan.step.step_inputs import StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tensors.tensor_states import reference_setup
-from memplan.step.units.collated_rows import ID_BYTES, LABEL_BYTES, MASK_BYTES, evaluated_rows, joined_ids
+from memplan.step.units.collated_rows import ID_BYTES, LABEL_BYTES, MASK_BYTES, evaluated_rows, joined_ids, token_types
 from memplan.training.adapters import REFERENCE
 
 STATISTICS_BYTES = 4 + 4 + 4 + 1
@@ -72,7 +73,9 @@ def places_beside(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Itera
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
-    around += joined_ids(inputs.setup, forward=True) + evaluated_rows(inputs.setup)
+    around += joined_ids(inputs.setup, forward=True) + evaluated_rows(
+        inputs.setup, token_types(inputs.spec, inputs.setup)
+    )
     taped = evaluated_model(inputs, taped)
     yield from forward_alone(inputs, taped, around, EVALUATION, forward_arguments(inputs))
     if named := _named_logits(inputs, taped, graph=False):
@@ -250,17 +253,24 @@ def places_alone(
 
 def names_embedded(inputs: StepInputs) -> bool:
     """Tell whether a forward that saves nothing has a name for what the embedding has returned and the first layer is given."""
+    if inputs.spec.encoder is not None:
+        return True
     return family_code(inputs.setup.stack, inputs.spec.architecture).forms_tables and not inputs.spec.learned_positions
+
+
+def _names_positions(spec: ModelSpec) -> bool:
+    """Tell whether a model names rows of learned positions: an encoder names what they have been added to."""
+    return spec.learned_positions > 0 and spec.encoder is None
 
 
 def _named_embeddings(inputs: StepInputs) -> Form:
     """Return the embeddings, which a model of transformers has names for until its layers have run."""
     spec, setup = inputs.spec, inputs.setup
     code = family_code(setup.stack, spec.architecture)
-    if not code.forms_tables:
+    if not code.forms_tables and spec.encoder is None:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    positions = single_form(Part.TEMPORARIES, position_quantity(code), row) if spec.learned_positions else ZERO
+    positions = single_form(Part.TEMPORARIES, position_quantity(code), row) if _names_positions(spec) else ZERO
     return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions
 
 

@@ -21,7 +21,7 @@ from memplan.step.states.optimizer_scratch import (
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.taped_operations import Weight
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.step.units.collated_rows import collated_bytes, generated_rows, prompt_rows
+from memplan.step.units.collated_rows import collated_bytes, generated_rows, prompt_rows, token_types
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -99,11 +99,17 @@ Parameter = tuple[str, bool, tuple[int, ...]]
 """A parameter's name, and whether it trains."""
 
 
-def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[Parameter, Weight]:
-    """Return every parameter tensor that is used as tapes see it; one that several runs of layers have is alike in all in which it trains."""
+def taped_weights(setup: TrainingSetup, states: ModelStates, idle: str = "") -> dict[Parameter, Weight]:
+    """Return every parameter tensor that is used as tapes see it; one that several runs of layers have is alike in all in which it trains.
+
+    Args:
+        idle: The module that runs besides, though nothing reads its result; empty for none.
+    """
     emptied, stored = emptied_names(setup, states.tensors), stored_names(setup, states.tensors)
     distinct = {
-        (entry.tensor.name, entry.trainable, entry.tensor.shape): entry for entry in states.tensors if entry.tensor.used
+        (entry.tensor.name, entry.trainable, entry.tensor.shape): entry
+        for entry in states.tensors
+        if entry.tensor.used or (idle and entry.tensor.name.startswith(f"{idle}."))
     }
     return {key: _taped(setup, entry, key[0] in emptied, key[0] in stored) for key, entry in distinct.items()}
 
@@ -190,12 +196,13 @@ def buffers(inputs: StepInputs) -> Form:
     """Return token ids, targets, positions and rotary tables."""
     spec, setup = inputs.spec, inputs.setup
     code = family_code(setup.stack, spec.architecture)
-    positions = 8 if spec.learned_positions and not code.forms_tables else 0
+    positions = 8 if spec.learned_positions and not code.forms_tables and spec.encoder is None else 0
     scale = LOSS_SCALE_BYTES if setup.scales_loss else 0
     micro_steps = setup.config.gradient_accumulation_steps
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     ranks = setup.config.parallel.context
     batch = ranks * (together * collated_bytes(setup) if together else collated_bytes(setup, micro_steps))
+    batch += token_types(spec, setup, micro_steps)
     rows = Quantity.TOKENS if config.method.embedding is None else Quantity.COLUMN_TOKENS
     form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, rows, batch)
     form += prompt_rows(setup, micro_steps) + constant_form(

@@ -15,6 +15,7 @@ from memplan.model.tower import TEXTS
 from memplan.training.adapted_ends import headless, untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.encoder_rules import encoder_refusals
 from memplan.training.rules.frozen_rules import with_frozen
 from memplan.training.wide_roles import with_wide_roles
 from memplan.units import round_up
@@ -138,6 +139,7 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
 def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield the same of a model's family and of its parts."""
     stack, spec = setup.stack, model.spec
+    yield from encoder_refusals(spec, setup.config, stack, autocast=setup.autocast, unpads=setup.runs_flash_attn)
     if spec.unsaid_words and stack.model_code == "own":
         yield f"model: {spec.name} has layers that attend to images, of which {stack.label} has no code; use stack: transformers"
     if setup.has_value_head and (spec.tower is not None or any(not tensor.used for tensor in model.inventory)):
@@ -260,9 +262,14 @@ def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
             "(AutoModelForSequenceClassification); use another model"
         )
     spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
-    head = f"{spec.names.head}.weight"
+    if (encoder := spec.encoder) is not None:
+        own = {"pooler": "classifier.dense", "head": "classifier.out_proj"} if encoder.projects_first else {}
+        spec = replace(
+            spec, head_bias=True, names=spec.names._replace(**own), encoder=replace(encoder, reads_pooled=True)
+        )
     inventory = [
-        replace(t, shape=(setup.score_count, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)
+        replace(t, shape=(setup.score_count, *t.shape[1:])) if t.name.startswith(f"{spec.names.head}.") else t
+        for t in inventory_of(spec)
     ]
     return replace(model, spec=spec, inventory=tuple(inventory))
 

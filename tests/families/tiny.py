@@ -72,6 +72,9 @@ IS_SIGLIP = {"model_type": "siglip_vision_model"}
 GEMMA_TEXT = GROUPED | {"head_dim": 16}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "bert": ("bert", BASE),
+    "roberta": ("roberta", BASE | {"type_vocab_size": 1, "pad_token_id": 0}),
+    "xlm-roberta": ("xlm_roberta", BASE | {"hidden_act": "gelu_new", "pad_token_id": 0}),
     "llama": ("llama", BASE),
     "llama-grouped": ("llama", GROUPED),
     "llama-tied": ("llama", GROUPED | TIED),
@@ -372,6 +375,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 THEIRS = (
+    "bert",
+    "roberta",
+    "xlm_roberta",
     "apertus",
     "bloom",
     "llava",

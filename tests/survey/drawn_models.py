@@ -72,10 +72,15 @@ GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj", "bloom"})
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+"""Families whose tokens see all others, of which embeddings and classes are learnt alone."""
+
+UNGROUPED = frozenset(
+    {*ENCODERS, "gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj", "bloom"}
+)
 LEARNED = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "n_positions"),
-    **dict.fromkeys(("opt", "gpt_neo"), "max_position_embeddings"),
+    **dict.fromkeys(("opt", "gpt_neo", *ENCODERS), "max_position_embeddings"),
 }
 """Family with rows for each position -> key of their number, which no sequence is longer than."""
 
@@ -109,8 +114,8 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
     Args:
         linear: Whether only families with gated delta networks or state space layers are drawn, of which none is otherwise.
     """
-    recurrent = (*LINEAR, *STATE_SPACE)
-    family = rng.choice(recurrent if linear else tuple(name for name in families() if name not in recurrent))
+    others = (*LINEAR, *STATE_SPACE, *ENCODERS)
+    family = rng.choice((*LINEAR, *STATE_SPACE) if linear else tuple(name for name in families() if name not in others))
     if family in TOWERS:
         return _with_tower(rng, family, catalog)
     return _text_model(rng, family, catalog)
@@ -119,6 +124,20 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
 def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
     entries = [entry for _, entry in sorted(catalog.models.entries.items()) if entry.architecture == family]
     return _released(rng, family, entries) if entries and rng.random() < 0.6 else _odd(rng, family)
+
+
+def encoder_model(rng: Random, catalog: Catalog) -> Values:
+    """Return the keys of an encoder's config, some with the dropout that it is released with and some without."""
+    family = rng.choice(ENCODERS)
+    values = _text_model(rng, family, catalog)
+    values.pop("tie_word_embeddings", None)
+    if values["hidden_size"] % values["num_attention_heads"]:
+        values["hidden_size"] = 32 * values["num_attention_heads"]
+    keys = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    values |= {key: rng.choice((0.1, 0.1, 0.0)) for key in keys}
+    values["type_vocab_size"] = rng.choice((1, 2))
+    values["max_position_embeddings"] = rng.choice((514, 2050))
+    return values
 
 
 IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")

@@ -77,6 +77,8 @@ class FamilyCode:
     passes_positions: bool = False  # Whether layers are called with the numbers of the positions
     wide_rotary: bool = False  # Whether rotary tables are in fp32, so that heads are rotated in fp32 and cast back
     complex_rotary: bool = False  # Whether heads are rotated as complex numbers, in fp32
+    # Whether a module behind attention projects its result, drops and adds it, when nothing else of attention has a name.
+    projects_behind: bool = False
     # How a layer adds up what attention and a feed-forward part beside it add: ``parts-first`` adds these, ``in-place``
     # in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is ``parts-first``
     # with the second norm after attention; ``own`` is the bundled models' way.

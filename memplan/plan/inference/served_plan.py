@@ -252,11 +252,15 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     the keys and values of every head).
 
     Raises:
-        CannotAnswerError: Layers keep a state, and not keys and values.
+        CannotAnswerError: Layers keep a state, or nothing, and not keys and values.
 
     Source:
         transformers/models/deepseek_v3/modeling_deepseek_v3.py (v5.23.0); https://arxiv.org/abs/2405.04434, 2.1.2
     """
+    if spec.encoder is not None:
+        raise CannotAnswerError(
+            f"{spec.name} is an encoder, which generates nothing and keeps no keys and values: inference with it is not modelled"
+        )
     recurrent = {
         "gated delta networks": spec.linear_attention,
         "state space layers": spec.state_space is not None,

@@ -31,6 +31,7 @@ class Regime:
     several_tiles: bool = False  # A loss that forms logits tile by tile has more tokens than one takes
     # There are so many positions that the gradient of their learned embedding is formed by sorting.
     sorts_positions: bool = False
+    sorts_types: bool = False  # The same of token types, of which there are as many as tokens
     staged: bool = False  # Inputs of layers are so large that they wait in host memory, where a stack keeps them there
     # Bytes for each token, and for each that another follows, from which hooks copy a tensor there: 1 to 8, and 9 where more
     # are needed; 0 where there are no hooks.
@@ -89,6 +90,7 @@ class BlockSettings:
     context: int  # GPUs that share each sequence, of which every one gathers all keys and values
     cache: Cache  # How keys and values are returned
     cache_stays: bool  # Whether the loop has a name for them until the next forward is done
+    sees_all: bool  # Whether tokens see those behind them too, so that scores get a mask for padding alone
     flash_attn: bool  # Whether attention is run by the package flash-attn, whatever its window or soft cap
 
     @property
@@ -131,6 +133,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
         cache_stays="logits" in setup.stack.loop.holds,
         cache=_cache(spec, setup),
+        sees_all=spec.encoder is not None,
         flash_attn=setup.runs_flash_attn,
         code=replace(code, wide_rotary=False) if copies else code,
         regime=regime,

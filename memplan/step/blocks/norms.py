@@ -1,6 +1,7 @@
 """Normalisation on a tape: by one kernel, or as Python code writes it."""
 
-from memplan.model.spec import Norm
+from memplan.model.parameter_tensors import norm_names
+from memplan.model.spec import Layer, Norm
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value, Weight
@@ -15,6 +16,8 @@ def normalised(
         copied: Tensors like ``x`` that a kernel copies since they are not contiguous, forward and backward.
     """
     tape = builder.tape
+    if norm.kind == "none":
+        return x
     with tape.alive(x):
         used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
         if used:
@@ -43,6 +46,24 @@ def normalised(
                 wide = builder.cast(x, 4)
                 return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
             return _fused_norm(builder, x, norm, name, used, casts, x.width // size, copied)
+
+
+def joined(builder: Builder, x: Value, part: Value, layer: Layer, index: int) -> Value:
+    """Return the residual stream with a part added that is normalised behind it, or with their sum normalised, beside what both are named by.
+
+    Source:
+        ``BertSelfOutput.forward``, ``BertOutput.forward`` in transformers/models/bert/modeling_bert.py (5.24.0).
+    """
+    tape, size = builder.tape, builder.settings.hidden_size
+    name = norm_names(builder.settings.names, layer)[index]
+    if layer.placement == "post":
+        return builder.add(x, builder.dropped(normalised(builder, part, layer.norm, name, size)))
+    part = builder.dropped(part)
+    with tape.alive(x, part):
+        out = normalised(builder, builder.add(part, x), layer.norm, name, size)
+    tape.touch(*builder.named)  # what attention, or the feed-forward part, has yielded
+    builder.named.clear()
+    return out
 
 
 def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], rows: int) -> Value:

@@ -8,6 +8,7 @@ from memplan.catalog.kernel_profiles import LossKernel
 from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
+from memplan.model.encoder import Encoder
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.image_rows import asks_by_layer, has_images
@@ -26,6 +27,7 @@ class EndSettings:
     final_norm: Norm  # Norm before the head
     tied: bool  # Whether embedding and head are one tensor
     embedding_norm: Norm | None  # Norm behind the embedding
+    encoder: Encoder | None  # What an encoder has besides
     learned_positions: bool  # Whether positions have an embedding
     embedding_scale: bool  # Whether the embedding is scaled
     head_bias: bool  # Whether the head has a bias
@@ -68,6 +70,11 @@ class EndSettings:
         return self.loss == "chunked-backward"
 
     @property
+    def yields_rows(self) -> bool:
+        """Whether a row has one result, an embedding or its scores, in the place of logits for each token."""
+        return self.pooling is not None or self.encoder is not None
+
+    @property
     def ties_gradients(self) -> bool:
         """Whether gradients of a tied embedding and head are added up when both are there."""
         return self.tied and not self.backward_at_once and not self.value_head
@@ -97,6 +104,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         final_norm=spec.final_norm,
         tied=spec.tie_word_embeddings and setup.config.method.embedding is None,
         embedding_norm=spec.embedding_norm,
+        encoder=spec.encoder,
         learned_positions=spec.learned_positions > 0,
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,

@@ -9,8 +9,8 @@ from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.divided.shared_ends_and_rows import divided_cross_entropy, whole_rows
+from memplan.step.ends.encoder_ends import of_rows
 from memplan.step.ends.end_settings import EndSettings, head_weights
-from memplan.step.ends.pooled_rows import pooled
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
     compiled_cross_entropy,
@@ -90,8 +90,8 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     builder, block = Builder(settings.block, dict(weights)), settings.block
     builder.tape.instant = "loss backward" if _alone(settings) else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
-    if settings.pooling is not None:
-        return Head(Section(builder.tape, entry, pooled(builder, normed, settings.pooling)), normed, (), None, None)
+    if settings.yields_rows:
+        return Head(Section(builder.tape, entry, of_rows(builder, normed, settings)), normed, (), None, None)
     if settings.loss == "hidden-states":
         return Head(Section(builder.tape, entry, normed), normed, (), None, None)
     if settings.value_head:
@@ -117,7 +117,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
 
 def _alone(settings: EndSettings) -> bool:
     """Tell whether no head's backward comes between that of the loss and of the last layer."""
-    return settings.loss in FUSED_LOSSES or settings.value_head or settings.pooling is not None
+    return settings.loss in FUSED_LOSSES or settings.value_head or settings.yields_rows
 
 
 def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed: Value) -> tuple[Value, Value]:
@@ -154,8 +154,8 @@ def evaluated_head(settings: EndSettings, weights: Named, element_bytes: int, *,
     builder = Builder(settings.block, dict(weights))
     settings = replace(settings, arguments=settings.arguments or NAMED)
     entry, normed = _final_norm(builder, settings, True, element_bytes)
-    if settings.pooling is not None:
-        return Section(builder.tape, entry, pooled(builder, normed, settings.pooling))
+    if settings.yields_rows:
+        return Section(builder.tape, entry, of_rows(builder, normed, settings))
     if settings.loss == "hidden-states":
         return Section(builder.tape, entry, normed)
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":

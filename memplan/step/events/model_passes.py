@@ -24,7 +24,7 @@ from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode, Weight
-from memplan.step.units.collated_rows import evaluated_rows
+from memplan.step.units.collated_rows import evaluated_rows, token_types
 from memplan.training.rules.method_rules import REFERRED
 
 VERIFIED, EVALUATED = 2, 3
@@ -309,7 +309,16 @@ class ModelPasses:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
         values, evaluated = self._evaluated_values, evaluated_model(self.inputs, self.taped)
-        rows = self.stream.allocate_all(filter(None, [evaluated_rows(self.inputs.setup).total_bytes(values)]))
+        rows = self.stream.allocate_all(
+            filter(
+                None,
+                [
+                    evaluated_rows(self.inputs.setup, token_types(self.inputs.spec, self.inputs.setup)).total_bytes(
+                        values
+                    )
+                ],
+            )
+        )
         own, self._sections = self._sections, SectionPlayer(self.stream, values)
         if self._compares:
             self._compare(self._without_gradients(evaluated))

@@ -1,7 +1,8 @@
 """Dense feed-forward parts on a tape, gated and plain."""
 
+from memplan.model.inventory import inside
 from memplan.model.parameter_tensors import XIELU
-from memplan.model.spec import Activation, Mlp, inside
+from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
@@ -21,7 +22,9 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
                 hidden = _xielu(builder, hidden, [builder.weight(inside(prefix, name)) for name in XIELU])
             else:
                 hidden = activated(builder, hidden, part.activation)
-            builder.named += [hidden] if builder.settings.code.adds_inside else []
+            builder.named += (
+                [hidden] if builder.settings.code.adds_inside or builder.settings.code.projects_behind else []
+            )
         elif part.fused_gate_up:
             both = linear(builder, x, inside(prefix, names.gate_up), 2 * inner)
             gate, up = tape.view(both, inner), tape.view(both, inner)

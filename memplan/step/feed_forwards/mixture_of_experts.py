@@ -1,7 +1,8 @@
 """Mixtures of experts on a tape: routed experts as grouped products over sorted rows, and shared ones beside them."""
 
+from memplan.model.inventory import inside
 from memplan.model.parameter_tensors import LATENT
-from memplan.model.spec import MixtureOfExperts, Mlp, inside
+from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.fused_adapters import folded_weight

@@ -51,9 +51,12 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
     # ``attention_mask[:, None, None, :]``.
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
+    if spec.encoder is not None and not setup.config.padded_rows:
+        return ZERO
     masks = _mask_count(spec, code, retained=retained)
     rows = spec.architecture in setup.stack.models.row_masks
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * setup.embedded_bytes)
+    width = setup.embedded_bytes if spec.encoder is None else setup.residual_bytes  # of what a norm has formed
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * width)
 
 
 def _mask_count(spec: ModelSpec, code: FamilyCode, *, retained: bool) -> int:

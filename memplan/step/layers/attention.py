@@ -64,10 +64,11 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             for gate in gates:
                 out = _gated(builder, out, gate)
-            builder.named += [out] if code.adds_inside else []
-            with builder.tape.alive(out, *builder.named):
-                result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
-            result = builder.dropped(result) if code.drops_attention == "inside" else result
+            builder.named += [out] if code.adds_inside or code.projects_behind else []
+            if not code.projects_behind:
+                result = _projected(builder, out, prefix)
+        if code.projects_behind:
+            result = _projected(builder, out, prefix)
         if code.names_all:  # as ``CausalSelfAttention.forward`` names them
             others = [x for x in (*heads.tensors, *named) if x.storage != whole.storage]
             builder.tape.touch(whole, *others, out)
@@ -84,6 +85,13 @@ def _formed(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[S
     if views_normed(part) or _looks_at_once(builder, part):
         return projected, gates
     return in_heads(builder, projected, part), gates
+
+
+def _projected(builder: Builder, out: Value, prefix: str) -> Value:
+    """Return what attention has yielded, projected, and dropped where its own code does that."""
+    with builder.tape.alive(out, *builder.named):
+        result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
+    return builder.dropped(result) if builder.settings.code.drops_attention == "inside" else result
 
 
 def _output(builder: Builder, x: Value, name: str) -> Value:

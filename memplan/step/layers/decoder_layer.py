@@ -12,7 +12,7 @@ from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExper
 from memplan.model.state_space import StateSpace
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
-from memplan.step.blocks.norms import normalised
+from memplan.step.blocks.norms import joined, normalised
 from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.kernels.attention_choice import is_wide
@@ -104,10 +104,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
         return _added_inside(builder, x, layer)
     if layer.placement == "parallel":
         return (_own_parallel if code.sums == "own" else _parallel)(builder, x, layer)
-    if layer.placement == "post":
-        x = builder.add(x, builder.dropped(normed(attention_part(builder, x, layer), 0)))
+    if layer.placement in ("post", "summed"):
+        x = joined(builder, x, attention_part(builder, x, layer), layer, 0)
         with builder.tape.alive(x):
-            return builder.add(x, builder.dropped(normed(feed_forward(builder, x, layer), 1)))
+            return joined(builder, x, feed_forward(builder, x, layer), layer, 1)
     if code.names_parts:
         return (_named_sandwich if layer.placement == "sandwich" else _named_parts)(builder, x, layer)
     if layer.placement == "sandwich":

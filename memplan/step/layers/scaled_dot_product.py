@@ -214,10 +214,13 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
     """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
     tape = builder.tape
     out_bytes, count = heads.query.element_bytes, heads.number
+    mask: Value | None
     wide = query, key, value = [builder.cast(x, 4) for x in heads.tensors]
     query = builder.pointwise("scale", query)
     if masks:
         (mask,) = masks
+    elif builder.settings.sees_all:
+        mask = None
     else:
         square = (Quantity.SQUARE, 1)
         ones = tape.make("ones", tape.value(*square, 1, part=Part.TEMPORARIES))
@@ -228,13 +231,21 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
         _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
     columns = builder.pointwise("scale", key)
     scores = scores_of(builder, query, repeated(builder, columns, count, alone=True) if late else columns, count, 4)
-    masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
-    weights = probabilities(builder, masked)
+    if mask is not None:
+        scores = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
+    weights = probabilities(builder, scores)
     with tape.alive(weights):
         weights = builder.dropped(weights, builder.settings.attention_dropout)
     narrow = () if out_bytes == 4 else (tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights),)
     read = repeated(builder, value, count, alone=True) if late else value
     out = builder.cast(weighted_sum(builder, weights, read, read.width, count), out_bytes)
-    variables = (weights, key, value, query, mask, *reversed(wide))  # what was made last goes first, results at the end
+    variables = (
+        weights,
+        key,
+        value,
+        query,
+        *(() if mask is None else (mask,)),
+        *reversed(wide),
+    )  # what was made last goes first, results at the end
     tape.touch(*variables, *(narrow or (weights,)))
     return out

@@ -161,8 +161,11 @@ def name_weights(builder: Builder, weights: Value, *, layer_returns: bool) -> No
 
 
 def masked_scores(builder: Builder, scores: Value) -> Value:
-    """Return scores with a mask in the dtype of the residual stream added."""
-    width = max(scores.element_bytes, builder.settings.embedded_bytes)
+    """Return scores with a mask in the dtype of the residual stream added; as they are where every token sees all."""
+    if builder.settings.sees_all and not builder.settings.regime.padded:
+        return scores
+    given = builder.settings.residual_bytes if builder.settings.sees_all else builder.settings.embedded_bytes
+    width = max(scores.element_bytes, given)
     way = SAME if width == scores.element_bytes else NEW
     with builder.tape.alive(scores):
         masked = builder.fresh(scores, element_bytes=width)

@@ -1,5 +1,6 @@
 """Rows of a micro-batch as loops have them on the device: as collated, as generated, as joined, and those of an evaluation."""
 
+from memplan.model.spec import ModelSpec
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.training.resolved import TrainingSetup
 
@@ -42,8 +43,19 @@ def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:
     return batch
 
 
-def evaluated_rows(setup: TrainingSetup) -> Form:
+def token_types(spec: ModelSpec, setup: TrainingSetup, micro_steps: int = 1) -> int:
+    """Return what a collator makes of a token besides where an encoder's tokenizer tells its type."""
+    # Source: ``model_input_names`` in transformers/models/bert/tokenization_bert.py (5.24.0).
+    if spec.encoder is None or not spec.encoder.typed_rows:
+        return 0
+    return ID_BYTES * (micro_steps if any(part.kept for part in setup.stack.batch) else 1)
+
+
+def evaluated_rows(setup: TrainingSetup, typed: int = 0) -> Form:
     """Return the rows that an evaluation reads, beside those of the last step, which the loop still has names for.
+
+    Args:
+        typed: Bytes of a token's type, where a tokenizer tells it.
 
     Source:
         ``batch_samples`` and ``inputs`` in ``_run_epoch``, which calls ``evaluate``, in transformers/trainer.py (5.24.0); ``batch`` in
@@ -53,7 +65,7 @@ def evaluated_rows(setup: TrainingSetup) -> Form:
         return ZERO
     if setup.answer_length:
         return single_form(Part.ACTIVATIONS, Quantity.TOKENS, ID_BYTES + MASK_BYTES)
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup))
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup) + typed)
 
 
 def generated_rows(setup: TrainingSetup) -> Form:

@@ -43,6 +43,7 @@ from tests.survey.stacks.varied_stack_jobs import (
     DEEPSPEED_STAGES,
     at_version,
     compiled_job,
+    encoder_job,
     evaluated_job,
     hosted_job,
     modular_job,
@@ -129,6 +130,7 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
     """Return a job of a survey with what the options ask to be drawn besides."""
     seed = options.seed
     job = v1_job(job, shards=options.zero > 0) if job.stack == V1_ENGINE else job
+    job = encoder_job(job, seed, number, catalog) if options.encoders else job
     job = with_stage(job, seed, number, tuple(options.stage)) if options.stage else job
     families = tuple(options.family or IMAGE_FAMILIES)
     job = with_images(job, seed, number, catalog, families) if options.images else job
@@ -184,6 +186,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-autocast", action="store_true", help="jobs over 16-bit weights without mixed precision, all of them"
     )
+    parser.add_argument("--encoders", action="store_true", help="jobs of encoders, drawn with their models")
     parser.add_argument("--images", action="store_true", help="jobs whose rows hold images, drawn with their models")
     parser.add_argument("--ends", action="store_true", help="jobs whose ends or norms train beside adapters, drawn too")
     for name, (told, _) in {**DRAWN, **SHARDED}.items():

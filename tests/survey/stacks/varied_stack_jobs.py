@@ -9,7 +9,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.training.rules.distillation_rules import DISTILLED
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 from tests.survey.drawn_jobs import Job
-from tests.survey.drawn_models import IMAGE_FAMILIES, image_model
+from tests.survey.drawn_models import IMAGE_FAMILIES, encoder_model, image_model
 from tests.survey.stacks.drawn_stack_jobs import CARDS, LLAMA_LIKE, StackJob
 
 PARTITIONED = 3
@@ -286,6 +286,18 @@ def evaluated_job(job: StackJob, seed: int, number: int) -> StackJob:
 def padded_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose rows differ in length, where its stack tells attention of it."""
     return replace(job, job=replace(job.job, training={**job.job.training, "padded_rows": True}))
+
+
+def encoder_job(job: StackJob, seed: int, number: int, catalog: Catalog) -> StackJob:
+    """Return a job of an encoder, which is drawn, with fewer tokens than it has positions."""
+    rng, training = Random(f"memplan encoders {seed} {number}"), dict(job.job.training)
+    values = encoder_model(rng, catalog)
+    positions = int(values["max_position_embeddings"]) - 2
+    training["sequence_length"] = min(int(training["sequence_length"]), positions)
+    if "adapter" in training:
+        own = rng.choice((("query", "value"), ("all-linear",), ("query", "key", "value", "attention.output.dense")))
+        training["adapter"] = {**training["adapter"], "targets": list(own)}
+    return replace(job, job=Job(values, training))
 
 
 def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:

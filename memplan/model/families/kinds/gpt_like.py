@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from memplan.model.encoder import Encoder
+from memplan.model.families.bert_layers import BERT_CODE, bert_like
 from memplan.model.families.common_parts import (
     GPT_NAMES,
     attention,
@@ -271,3 +273,34 @@ def gpt_bigcode(config: ConfigValues) -> ModelSpec:
         rotary_tables=0,
         names=GPT2_NAMES,
     )
+
+
+@runs_as(**BERT_CODE)
+def bert(config: ConfigValues) -> ModelSpec:
+    """BERT, and what shares its code: MiniLM, BGE, E5, GTE.
+
+    Source: ``transformers/models/bert/modeling_bert.py``; https://arxiv.org/abs/1810.04805.
+    """
+    return bert_like(
+        config, whole_heads(config), Encoder(config.integer("type_vocab_size", default=2), typed_rows=True)
+    )
+
+
+@runs_as(**BERT_CODE, counts_positions=True)
+def roberta(config: ConfigValues) -> ModelSpec:
+    """RoBERTa: BERT's layers, whose positions are counted behind the number that stands for padding.
+
+    Source: ``transformers/models/roberta/modeling_roberta.py``; https://arxiv.org/abs/1907.11692.
+    """
+    padding = config.integer("pad_token_id", default=1, minimum=0)
+    types = Encoder(config.integer("type_vocab_size", default=2), projects_first=True)
+    return bert_like(config, whole_heads(config), types, reserved=padding + 1)
+
+
+@runs_as(**BERT_CODE, counts_positions=True)
+def xlm_roberta(config: ConfigValues) -> ModelSpec:
+    """XLM-RoBERTa, and what shares its code: BGE-M3, multilingual E5.
+
+    Source: ``transformers/models/xlm_roberta/modeling_xlm_roberta.py``; https://arxiv.org/abs/1911.02116.
+    """
+    return roberta(config)

@@ -28,7 +28,8 @@ from memplan.training.rules.frozen_rules import trained_names
 from memplan.training.rules.stack_rules import casts_trained, is_flattened
 
 DROPOUT_KEYS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout", "dropout", "embed_dropout"
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout", "dropout", "embed_dropout",
+    "hidden_dropout_prob", "attention_probs_dropout_prob"
 )  # fmt: skip
 DTYPE = "torch_dtype" if Version(transformers.__version__) < Version("4.56") else "dtype"
 """What loading calls the dtype of weights, since transformers 4.56."""
@@ -67,12 +68,17 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _ids(keys: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return tokens that lie inside of any vocabulary; RoBERTa counts positions behind that of padding."""
+    return {**IDS, "pad_token_id": keys.get("pad_token_id", 1)} if "roberta" in str(keys["model_type"]) else IDS
+
+
 def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
     """Return transformers' config of the model that has ``keys`` in its ``config.json``."""
     given = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "dtype")}
     padded = {**IDS, "pad_token_id": 0}  # which Gemma 4 puts in the place of images
     nested = {name: {**value, **padded} for name, value in given.items() if name == "text_config"}
-    config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **(nested or IDS)})
+    config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **(nested or _ids(keys))})
     config = config if "vision_config" in keys else text_config(config)
     text = text_config(config)
     if setup.config.dropout is not None:

@@ -25,6 +25,8 @@ def masked_rows(inputs: StackInputs) -> Iterator[None]:
             masks = import_module("transformers.masking_utils")
             name = "is_tracing" if joined else "_ignore_causal_mask_sdpa"
             patches.enter_context(patch.object(masks, name, lambda *_, **__: joined))
+            if padded:
+                patches.enter_context(patch.object(masks, "_ignore_bidirectional_mask_sdpa", lambda *_, **__: False))
             if padded and find_spec("transformers.modeling_attn_mask_utils") is not None:
                 own = import_module("transformers.modeling_attn_mask_utils").AttentionMaskConverter
                 patches.enter_context(patch.object(own, name, lambda *_, **__: False))

@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.model.spec import ModelSpec
 from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.states.parallel_shards import is_replicated, is_sharded, runs_engine
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend, paged_states
@@ -72,7 +73,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             if inputs.setup.stack.input_gradients == "reentrant" and embeds_with_gradient(inputs.setup):
                 model.enable_input_require_grads()
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
-        rows = Rows(inputs.setup)
+        rows = Rows(inputs.setup, typed=has_types(inputs.model.spec))
         trainer: Any = transformers.Trainer(
             model=model,
             args=arguments,
@@ -194,12 +195,19 @@ def _optimizer_name(setup: TrainingSetup) -> str:
     return name
 
 
+def has_types(spec: ModelSpec) -> bool:
+    """Tell whether a model's tokenizer tells the type of each token."""
+    return spec.encoder is not None and spec.encoder.typed_rows
+
+
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """As many full rows as the steps take."""
 
-    def __init__(self, setup: TrainingSetup) -> None:
+    def __init__(self, setup: TrainingSetup, *, typed: bool = False) -> None:
         self.length = row_count(setup)
         self.row = {name: torch.ones(setup.config.sequence_length, dtype=torch.long) for name in COLUMNS}
+        if typed:
+            self.row["token_type_ids"] = torch.zeros(setup.config.sequence_length, dtype=torch.long)
         if pads_rows(setup):
             self.row["attention_mask"][-1] = 0
         if setup.scores:

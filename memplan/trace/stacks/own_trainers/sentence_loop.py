@@ -25,7 +25,7 @@ from memplan.catalog.config_keys.method_keys import Embedding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.huggingface.built_model import adapters_cast, loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.masked_rows import pads_rows
-from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import has_types, machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
@@ -55,7 +55,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             train_dataset=rows,
             eval_dataset=rows,
             loss=_loss(model, texts),
-            data_collator=_Collator(setup, texts),
+            data_collator=_Collator(setup, texts, has_types(inputs.model.spec)),
         )
         with mock.patch.object(gradcache, "_create_minibatch", _untrimmed):
             return trained(trainer, model, recorder, "Sentence Transformers' trainer", setup)
@@ -105,6 +105,7 @@ class _Collator:
 
     setup: TrainingSetup
     texts: Embedding
+    typed: bool  # Whether a tokenizer tells the type of each token
     valid_label_columns: list[str] = field(default_factory=lambda: ["label"])
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -115,6 +116,8 @@ class _Collator:
             if pads_rows(self.setup):
                 mask[:, -1] = 0
             batch |= {f"{name}_input_ids": torch.ones(shape, dtype=torch.long), f"{name}_attention_mask": mask}
+            if self.typed:
+                batch[f"{name}_token_type_ids"] = torch.zeros(shape, dtype=torch.long)
         if self.texts.loss == "pairs" and self.texts.columns == 2:
             batch["label"] = torch.ones(len(rows))
         return batch

@@ -1,0 +1,120 @@
+"""The ends of an encoder on tape: types and positions added to embedded tokens; one result for each row, of an encoder or not."""
+
+from dataclasses import replace
+
+from memplan.step.blocks.adapted_projections import linear
+from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.norms import normalised
+from memplan.step.ends.end_settings import EndSettings
+from memplan.step.ends.pooled_rows import pooled
+from memplan.step.losses.preference_loss import last_score
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight
+from memplan.units import ceil_div
+
+ID_BYTES = 8
+
+
+def of_rows(builder: Builder, tokens: Value, settings: EndSettings) -> Value:
+    """Record what is made of each row of tokens: its embedding, or the loss over an encoder's scores of it; return that."""
+    if settings.encoder is not None and not settings.encoder.reads_pooled:
+        _idle_pooler(builder, tokens)
+    if settings.pooling is not None:
+        return pooled(builder, tokens, settings.pooling)
+    return _class_loss(builder, tokens, settings)
+
+
+def summed_embeddings(builder: Builder, words: Value, settings: EndSettings) -> Value:
+    """Return embedded tokens with their types and positions added, normalised; the module has names for all three.
+
+    Source:
+        ``BertEmbeddings.forward`` in transformers/models/bert/modeling_bert.py, ``RobertaEmbeddings.forward`` in models/roberta (5.24.0).
+    """
+    tape, block, named = builder.tape, settings.block, [words]
+    assert settings.encoder is not None
+    assert settings.embedding_norm is not None
+    numbers = [tape.make("positions", tape.value(TOKENS, 1, ID_BYTES))] if block.code.counts_positions else []
+    total = words
+    with tape.alive(*numbers):
+        if settings.encoder.token_types:
+            given = (
+                [] if settings.encoder.typed_rows else [tape.make("types", tape.value(TOKENS, 1, ID_BYTES), *numbers)]
+            )
+            types = builder.weight(f"{block.names.token_types}.weight")
+            with tape.alive(*named):
+                rows = _rows(builder, "type embedding", types, TOKENS, given, sorts=block.regime.sorts_types)
+            total, named = builder.add(total, rows), [*named, rows, *given]
+        positions = builder.weight(f"{block.names.positions}.weight")
+        places = TOKENS if numbers else Quantity.POSITIONS
+        with tape.alive(*named, total):
+            rows = _rows(builder, "position embedding", positions, places, numbers, sorts=block.regime.sorts_positions)
+            ways = [(total, SAME), (rows, SAME if numbers or block.regime.one_sequence else NEW)]
+            total = tape.apply("add", ways, builder.fresh(total), traits=SAVES_NOTHING)
+        with tape.alive(*named, rows):
+            normed = normalised(builder, total, settings.embedding_norm, block.names.embedding_norm, block.hidden_size)
+            return builder.dropped(normed, settings.embedding_dropout)
+
+
+def _rows(builder: Builder, name: str, table: Weight, places: Quantity, ids: list[Value], *, sorts: bool) -> Value:
+    """Return rows of a small table, whose gradient is formed by sorting where there are many tokens."""
+    rows = builder.tape.value(places, table.columns, builder.settings.embedded_bytes)
+    table = replace(table, copy_bytes=0, decoding_sizes=(), decoded_bytes=0, scales_bytes=0)
+    traits = Traits(workspace=_sums(table) if sorts else [])
+    return builder.tape.apply(name, [], rows, ids if table.trainable else [], [table], traits)
+
+
+def _sums(table: Weight) -> Sizes:
+    """Return what sorting the tokens of a small table takes, each row of which many have."""
+    sums = 8 + 4 * table.columns
+    return [(TOKENS, 24 + ceil_div(sums, 10)), (Quantity.ONE, (16 + sums) * table.rows)]
+
+
+def _idle_pooler(builder: Builder, tokens: Value) -> None:
+    """Record the projection of the first token of a row, whose graph goes with what the model has returned.
+
+    Source:
+        ``BertPooler.forward`` in transformers/models/bert/modeling_bert.py (5.24.0).
+    """
+    tape, name, own = builder.tape, builder.settings.names.pooler, builder.weights
+    trains = builder.weight(f"{builder.settings.names.embedding}.weight").trainable
+    nodes, operations = len(tape.nodes), len(tape.operations)
+    builder.weights = {
+        key: replace(weight, trainable=trains or ".lora_" in key) if key.startswith(f"{name}.") else weight
+        for key, weight in own.items()
+    }
+    with tape.alive(tokens):
+        projected = linear(builder, _first_tokens(tokens), name, tokens.width)
+        tape.apply("tanh", [(projected, NEW)], builder.fresh(projected))
+    tape.graph_use |= dict.fromkeys(tape.cut(nodes, operations), len(tape.operations) - 1)
+    builder.weights = own
+
+
+def _class_loss(builder: Builder, tokens: Value, settings: EndSettings) -> Value:
+    """Record the scores of a row, of a projection of its first token, and the loss over them; return that.
+
+    Source:
+        ``BertForSequenceClassification.forward`` in transformers/models/bert/modeling_bert.py, ``RobertaClassificationHead.forward`` in
+        models/roberta/modeling_roberta.py (5.24.0).
+    """
+    tape, names, encoder = builder.tape, settings.block.names, settings.encoder
+    assert encoder is not None
+    with tape.alive(tokens):
+        first = tape.apply("select", [(tokens, NEW)], _first_tokens(tokens), traits=SAVES_NOTHING)
+        first = builder.dropped(first) if encoder.projects_first else first
+        projected = linear(builder, first, names.pooler, tokens.width)
+        pooled = builder.fresh(projected)
+        tape.apply("tanh", [(projected, NEW)], pooled, [pooled])
+        with tape.alive(pooled):
+            return last_score(builder, linear(builder, builder.dropped(pooled), names.head, settings.vocab_size))
+
+
+def _first_tokens(tokens: Value) -> Value:
+    """Return another look at the first token of each row."""
+    return Value(
+        tokens.storage,
+        Quantity.SEQUENCES,
+        tokens.coefficient,
+        tokens.element_bytes,
+        tokens.needs_gradient,
+        tokens.foreign,
+    )
