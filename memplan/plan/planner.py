@@ -216,7 +216,7 @@ class CompiledPlan:
         if config.parallel.gpus > 1:
             return self.constant_bytes
         stream = batch * length * self.own.spec.hidden_size * setup.residual_bytes
-        if config.offload.activations != "none" or config.compile != "none":
+        if config.offload.activations != "none":
             return self.constant_bytes + stream
         every = range(self.own.spec.num_hidden_layers)  # each keeps its input where it is computed again
         again = all(map(setup.computes_again, every)) and setup.stack.input_gradients != "trained-layers"

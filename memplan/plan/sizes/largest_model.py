@@ -202,18 +202,12 @@ class _Planned:
     def _least_inputs(self, built: Model) -> int:
         """Return the bytes of what layers are given, which each but the first saves where all layers train on one GPU.
 
-        A norm saves it, a projection behind which the norms are, or a checkpoint.
+        A norm saves it, a projection behind which the norms are, or a checkpoint; a compiled layer, what attention takes and returns.
         """
         config, (batch, length) = self._setup.config, self._job
         adapted = config.adapter is None or config.adapter.targets == ALL_LINEAR
-        staged = self._setup.stack.checkpointing.offloads != "none" or config.offload.activations != "none"
-        if (
-            not adapted
-            or staged
-            or config.parallel != Parallel()
-            or config.compile != "none"
-            or config.freeze != ALL_TRAIN
-        ):
+        staged = config.offload.activations != "none"
+        if not adapted or staged or config.parallel != Parallel() or config.freeze != ALL_TRAIN:
             return 0
         layers = max(1, built.spec.num_hidden_layers - 1)
         return layers * batch * length * built.spec.hidden_size * self._setup.residual_bytes
