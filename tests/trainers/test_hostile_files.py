@@ -40,6 +40,16 @@ def test_an_impossible_value_is_refused_with_the_key_and_line_that_hold_it(tmp_p
         memplan.import_file(written(tmp_path, text))
 
 
+@pytest.mark.parametrize("word", ["2j", "(-8) ** 0.5", "b'x'", "...", "float('nan')", "1e999", "-float('inf')"])
+def test_what_no_json_can_hold_is_an_expression_of_the_script(tmp_path, word):
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"w = {word}\nargs = SFTConfig(max_length=128, eval_strategy=w, optim=w, torch_compile=w)\n"
+        "SFTTrainer(model='gpt2', args=args).train()\n"
+    )
+    assert memplan.import_file(path).to_dict()["model"]["given"] == "gpt2"
+
+
 @pytest.mark.parametrize("version", ["x.y", "1e3", "-1", "1_0", "."])
 def test_a_version_that_is_none_is_refused(version):
     with pytest.raises(InvalidFileError, match=rf"--trainer-version {version}: expected numbers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any, Protocol
 
 from memplan.documents.loading import parse_document
@@ -105,7 +106,8 @@ def value_of(node: ast.expr, names: Known, line: int) -> Any:
         raise ValueError(node)
     read = _KINDS.get(type(node))
     value = ast.literal_eval(node) if read is None else read(node, names, line)
-    if isinstance(value, str | list | dict) and _size(value) > LARGEST_VALUE:
+    plain = isfinite(value) if isinstance(value, float) else value is None or isinstance(value, str | int | list | dict)
+    if not plain or _size(value) > LARGEST_VALUE:
         raise ValueError(node)
     return value
 
