@@ -215,6 +215,8 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
     text = re.sub(
         r"Input should be a valid integer(, unable to parse string as an integer)?", "expected a whole number", text
     )
+    text = text.replace("Input should be less than or equal to", "expected at most")
+    text = text.replace("Input should be greater than or equal to", "expected at least")
     context = getattr(error, "ctx", None)
     if (match := _OPTION.match(text)) and (ours := _word_for(match[1], context)):
         text = f"No such option: {match[1]}; here it is {ours}"

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from memplan.documents.loading import Document, Key
-from memplan.errors import MOST_EXPLAINED, InvalidFileError, match_hint, shown_value
+from memplan.errors import MOST_EXPLAINED, InvalidFileError, match_hint, printable, shown_value
 
 T = TypeVar("T")
 
@@ -86,7 +86,8 @@ def validate(cls: type[T], document: Document, data: Any = ..., path: tuple[Key,
 
     value = document.data if data is ... else data
     if not isinstance(value, dict):
-        problem = f"{document.where(path)}: expected keys and values, got {_shown(value)}"
+        given = "an empty file" if value is None and not path else _shown(value)
+        problem = f"{document.where(path)}: expected keys and values, got {given}"
         raise InvalidFileError([*document.problems, problem])
     problems, paths = set(document.problems), []
     try:
@@ -155,6 +156,8 @@ def _problem(
     wanted = item["msg"].removeprefix("Input should be ")
     for word, better in _WANTED.items():
         wanted = wanted.replace(word, better)
+    if wanted == "keys and values" and isinstance(item["input"], str) and (first := _first_key(cls, location)):
+        wanted = f"keys and values, such as {{{first}: {printable(item['input'], 40)}}}"
     if wanted == "text" and type(item["input"]) in (int, float):
         given = f"{given}: write it in quotes"
     if item["input"] is False or item["input"] is True:
@@ -192,6 +195,17 @@ def _allowed_keys(cls: Any, location: Sequence[Key]) -> list[str]:
         if is_dataclass(option):
             return sorted(field.name for field in fields(option))
     return []
+
+
+def _first_key(cls: Any, location: Sequence[Key]) -> str:
+    """Return the key that a text alone most likely stands for: a dataclass' first, or that of all roles; nothing where there is none."""
+    hint: Any = cls
+    for part in location:
+        hint = _step(hint, part)
+    for option in (hint, *typing.get_args(hint)):
+        if is_dataclass(option):
+            return fields(option)[0].name
+    return "default" if typing.get_origin(hint) is Mapping else ""
 
 
 def _step(hint: Any, part: Key) -> Any:

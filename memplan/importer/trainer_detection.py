@@ -29,7 +29,7 @@ _TRAINING = re.compile(
 
 NEGATION = "no_"
 
-NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan import --from"
+NO_TRAINER = "no trainer that memplan reads has these keys; name one with --from, or run a script of your own without a GPU: memplan run"
 
 
 SCRIPT = "a script of one's own is not read, but executed without a GPU: memplan run {} --gpu NAME"

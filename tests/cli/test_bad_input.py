@@ -400,7 +400,7 @@ def test_a_number_that_is_refused_is_shown(refused, value):
 
 @pytest.mark.parametrize("option", [("--timeout", "inf"), ("--timeout", "1e400"), ("--synthetic", "9" * 30)])
 def test_no_number_of_a_run_is_beyond_all_bounds(refused, option):
-    assert f"Invalid value for '{option[0]}': Input should be less than or equal to" in refused("run", "x.py", *option)
+    assert f"Invalid value for '{option[0]}': expected at most" in refused("run", "x.py", *option)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "1e3", "two", "1.5"])
@@ -662,3 +662,16 @@ def test_a_trace_refuses_sequences_beyond_learned_positions_before_it_begins(ref
 
 def test_no_gpus_of_a_kind_are_no_number_of_them(refused):
     assert "unknown GPU '0x h100'" in refused("fit", "gpt2", "--config", "lora", "--gpu", "0x h100")
+
+
+def test_what_is_to_be_written_instead_is_said(cli, refused, tmp_path, monkeypatch):
+    (tmp_path / "m3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("description: x\nweights: bf16\nadapter: lora\n")
+    said = cli("fit", "gpt2", "--gpu", "t4", "--config", tmp_path / "mine.yaml").err
+    assert "weights: expected keys and values, such as {default: bf16}, got 'bf16'" in said
+    assert "adapter: expected keys and values, such as {kind: lora}, got 'lora'" in said
+    assert "m3: a folder without config.json" in refused("fit", "m3", "--gpu", "t4")
+    assert "'--zero': expected at most 3, got '4'" in refused(
+        "fit", "gpt2", "--gpu", "t4", "--gpus", "8", "--zero", "4"
+    )

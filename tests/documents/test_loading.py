@@ -108,7 +108,7 @@ def test_json_with_tabs_and_escapes_is_read():
 @pytest.mark.parametrize("text", ["", "# nothing", "---", "null"])
 def test_an_empty_file_holds_nothing(text):
     assert parse_document(text, "file.yaml").data is None
-    assert problems(text) == ["file.yaml:1: expected keys and values, got None"]
+    assert problems(text) == ["file.yaml:1: expected keys and values, got an empty file"]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ FAILURES = {
         3,
         "script.py:2: L2_cache_size of the card's properties is asked for, which is not known here",
     ),
+    "plans": (
+        "import torch\nplans = torch.backends.cuda.cufft_plan_cache\nplans.max_size = 32\nplans[0].clear()\n"
+        "raise SystemExit(f'{plans.size} of {plans[0].max_size}')\n",
+        2,
+        "0 of 32",
+    ),
     "compiles": (
         "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='cudagraphs')\n",
         3,
@@ -550,6 +556,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("distilled", 3),
         ("evaluated_epochs", 3),
         ("gradient_penalty", 3),
+        ("grouped_updates", 3),
         ("hooked_gradients", 3),
         ("images_and_text", 3),
         ("learning_to_learn", 3),

@@ -96,6 +96,9 @@ def _changes_of_torch(files: SandboxedFiles, stack: ExitStack) -> dict[str, Chan
     extensions = dict.fromkeys(("load", "load_inline"), _refused_extension)
     return {
         "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, files.of_parts(module))),
+        "torch.distributed.optim.zero_redundancy_optimizer": lambda module: stack.enter_context(
+            replaced(module, {"_broadcast_object": _of_other_ranks(module._broadcast_object)})
+        ),
         "torch.utils.cpp_extension": lambda module: stack.enter_context(replaced(module, extensions)),
     }
 
@@ -141,6 +144,20 @@ def _driver() -> dict[str, Any]:
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=0, memory=0),
     }
+
+
+def _of_other_ranks(alone: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what sends an object to all ranks, which one process alone cannot receive."""
+
+    def sent(*args: Any, **options: Any) -> Any:
+        if torch.distributed.get_world_size() > 1:
+            raise RefusedError(
+                "ZeroRedundancyOptimizer.consolidate_state_dict() gathers the states of other ranks, which are not here; leave it "
+                "out for the dry run: what it takes is gone before the next step"
+            )
+        return alone(*args, **options)
+
+    return sent
 
 
 def _refused_extension(*_: Any, **__: Any) -> Any:

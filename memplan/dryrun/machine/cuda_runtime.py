@@ -67,6 +67,20 @@ class NoProfile(Nothing):
         return 0
 
 
+class _PlanCache:
+    """Stands for what cuFFT keeps of plans, which have no memory that is counted."""
+
+    size = 0
+    max_size = 4096  # "default is 4096 on CUDA 10 and newer" (docs/source/notes/cuda.rst of torch)
+
+    def __getitem__(self, device: Any) -> _PlanCache:
+        """Return the cache of a GPU: all are one."""
+        return self
+
+    def clear(self) -> None:
+        """Forget nothing."""
+
+
 @contextmanager
 def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Iterator[None]:
     """Let ``torch.cuda`` and ``torch.accelerator`` speak of the recorder's card while what is inside runs.
@@ -111,6 +125,7 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
     yield torch, "Stream", streams.stream_class
     yield torch, "Event", Nothing
     yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cuda, "cufft_plan_cache", _PlanCache()
     yield torch.backends.cudnn, "is_available", lambda: True
     yield torch.backends.cuda, "is_flash_attention_available", lambda: True
     for kind in ("linalg", "blas"):  # all that builds for CUDA have, and what they take is not counted

@@ -61,11 +61,10 @@ def pretended_machine(
         )
         stack.enter_context(_processes(ranks, recorder))
         stack.enter_context(replaced(torch.multiprocessing, {"spawn": _spawned(ranks)}))
-        if cuda:
-            for owner in (foreach, optimizer):
-                stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
-            grouped = [*foreach._get_foreach_kernels_supported_devices(), "meta"]  # as C++ calls the GPU
-            stack.enter_context(replaced(foreach, {"_get_foreach_kernels_supported_devices": lambda: grouped}))
+        for owner in (foreach, optimizer) if cuda else (foreach,):  # on the CPU no optimizer groups tensors unasked
+            stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
+        grouped = [*foreach._get_foreach_kernels_supported_devices(), "meta"]  # as C++ calls where tensors are
+        stack.enter_context(replaced(foreach, {"_get_foreach_kernels_supported_devices": lambda: grouped}))
         stack.enter_context(mode)
         stack.enter_context(recorder)
         stack.enter_context(_in_threads((mode, recorder)))

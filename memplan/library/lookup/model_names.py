@@ -202,6 +202,10 @@ def unknown_model(text: str, catalog: Catalog) -> UnknownNameError:
     alike = [name for name in known if sizes(name) == sizes(text)] if sizes(text) else known
     hints = (match_hint(name, names) for names in (alike, known) for name in (text, text.rsplit("/", 1)[-1]))
     hint = next(filter(None, hints), "")
+    if not hint and text and is_folder(Path(text)):
+        return UnknownNameError(
+            f"{printable(text)}: a folder without config.json, which tells a model's shapes (see: memplan list models)"
+        )
     online = ", or --online to fetch it" if text.count("/") == 1 else ""
     return UnknownNameError(
         f"unknown model {printable(text)!r}{hint}{' Or' if hint else ':'} give its config.json{online} (see: memplan list models)"

@@ -54,7 +54,7 @@ def teacher_problems(config: TrainingConfig, hidden: str) -> Iterator[tuple[Path
     if config.kernels.loss in LOSSES.values() and not distils:
         yield ("kernels", "loss"), f"{config.kernels.loss} from a teacher is the loss of distillation; leave it out"
     if distils and (method.teacher is None or not method.teacher.model):
-        yield ("method", "teacher"), f"{method.stage} learns from a teacher; name one: method.teacher.model"
+        yield ("method", "teacher"), f"{method.stage} learns from a teacher; name one: --set method.teacher.model=MODEL"
     for key in () if distils else ("teacher", "divergence", "trainer"):
         if getattr(method, key) is not None:
             yield ("method", key), f"{method.stage} has no teacher; leave it out"
