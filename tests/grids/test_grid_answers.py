@@ -106,8 +106,7 @@ def test_a_mixture_over_ranks_says_what_its_worst_case_takes_for_granted(cli, re
 
 def test_other_questions_say_that_fit_alone_plans_a_grid(refused):
     job = ("llama-8b", "--stack", "megatron", "--gpu", "h100")
-    assert "planned by memplan fit on several GPUs" in refused("suggest", *job, "--gpus", "8", code=3)
-    assert "planned by memplan fit on several GPUs" in refused("fit", *job, code=3)
+    assert "planned by memplan fit, not by other commands" in refused("suggest", *job, "--gpus", "8", code=3)
     assert "memplan fit alone plans it" in refused("compare", *job, "--gpus", "8", "--tp", "4", code=3)
 
 

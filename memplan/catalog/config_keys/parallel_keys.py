@@ -72,6 +72,7 @@ class MegatronFlags:
         grouped_experts: Whether Transformer Engine's grouped products run a rank's experts; else one runs after the other.
         fused_gradients: Whether products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
         fused_rotation: Whether one kernel rotates queries and keys (``--no-rope-fusion`` not given).
+        compiled_loss: Whether torch.compile's code is the loss (``--cross-entropy-loss-fusion``, natively), which copies probabilities in backward.
         micro_batch_group: Micro-batches that pass a chunk of a stage's layers before its next chunk is run; None is as many as there are
             stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
         bucket_elements: Elements from which on a bucket of gradients is full (``--ddp-bucket-size``); None is 40 million, or a million for
@@ -91,6 +92,7 @@ class MegatronFlags:
     grouped_experts: bool = True
     fused_gradients: bool = True
     fused_rotation: bool = True
+    compiled_loss: bool = False
     micro_batch_group: int | None = None
     bucket_elements: int | None = None
     buckets: int | None = None

@@ -91,13 +91,12 @@ def _unplanned(config: TrainingConfig, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def is_grid(given: ModelGiven, options: JobOptions) -> bool:
-    """Tell whether a job is Megatron-LM's on several GPUs, or divides a model and names no training config."""
+    """Tell whether a job is Megatron-LM's, or divides a model and names no training config."""
     inputs = job_inputs("fit", given, options)
     config = _config(inputs)
-    divides = divides_model(config.parallel)
     if _stack(config.stack) != STACK:
-        return divides and inputs.config is None and inputs.options.get("stack") is None
-    return divides or inputs.gpus > 1 or config.parallel.data > 1
+        return divides_model(config.parallel) and inputs.config is None and inputs.options.get("stack") is None
+    return True
 
 
 def _stack(name: str | None) -> str:
@@ -270,6 +269,7 @@ def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
         frozenset(modules) if config.activation_checkpointing == "selective" else frozenset(),
         settings.precision.weight_bytes,
         wide_logits=settings.precision.weight_bytes < 4 and config.kernels.loss is None,
+        copied_softmax=config.parallel.megatron.compiled_loss and config.kernels.loss is None,
     )
 
 

@@ -32,6 +32,7 @@ class MegatronBatch:
     modules: frozenset[str] = frozenset()  # What of a layer is computed again otherwise (``--recompute-modules``)
     element_bytes: int = 2  # Bytes of an element that products read
     wide_logits: bool = True  # The loss copies logits to fp32
+    copied_softmax: bool = False  # Its backward copies the probabilities that it is given
 
 
 @dataclass(frozen=True, slots=True)

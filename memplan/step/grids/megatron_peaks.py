@@ -230,7 +230,15 @@ def _head(rank: RankSizes) -> int:
         + rank.square * (not (rank.batch.whole_layers or "core_attn" in rank.batch.modules))
         + 56 * rank.tokens
     )
-    return norm + max(forming, logits + rank.whole + rank.scattered + own)
+    return norm + max(forming, _compiled_loss(rank), logits + rank.whole + rank.scattered + own)
+
+
+def _compiled_loss(rank: RankSizes) -> int:
+    """Return what the backward of a compiled loss takes: probabilities in fp32, a copy of them, which gradients are written to, and these in bf16."""
+    # Source: ``calculate_gradients`` in core/fusions/fused_cross_entropy.py: ``grad_2d[arange_1d, masked_target_1d] -= softmax_update`` writes to
+    # an input of what torch.compile compiles, and inductor does such an ``index_put`` in place only where its own result is what is written back
+    # (``can_inplace`` in torch/_inductor/fx_passes/reinplace.py), which is multiplied first
+    return (4 + 4 + 2) * rank.tokens * rank.words if rank.batch.copied_softmax else 0
 
 
 def least_activations(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[int, ...]:
@@ -268,7 +276,8 @@ def _least_of_stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int
     retained = pairs_in_flight(rank.grid, index, batch.micro_batches) * min(map(sum, layers))
     if not chunks[-1].ends:
         return retained + again
-    return retained + max(again, rank.tokens * rank.words * (batch.element_bytes + 4 * batch.wide_logits))
+    logits = rank.tokens * rank.words * (batch.element_bytes + 4 * batch.wide_logits)
+    return retained + max(again, logits, _compiled_loss(rank))
 
 
 def _layer(rank: RankSizes, layer: Layer) -> int:
