@@ -181,10 +181,9 @@ def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
     config, where = setup.config, f"{setup.name}: model: experts of {spec.name}"
     if not counts:
         return
-    if config.parallel.pipeline > 1 or (config.parallel.tensor > 1 and config.parallel.expert == 1):
+    if config.parallel.tensor > 1 and config.parallel.expert == 1:
         raise CannotAnswerError(
-            f"{where} over tensor parallelism or a pipeline are not modelled; use shards (parallel.data)"
-            + (", or share experts too (parallel.expert)" if config.parallel.pipeline == 1 else "")
+            f"{where} over tensor parallelism are not modelled; use shards (parallel.data), or share experts too (parallel.expert)"
         )
     if config.compute_dtype != "bf16":
         raise CannotAnswerError(

@@ -87,7 +87,10 @@ def test_a_degree_of_a_config_that_is_no_divisor_of_its_gpus_is_refused():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("parallel.pipeline=2",), "parallel.pipeline: it is not modelled where GPUs share experts"),
+        (
+            ("parallel.pipeline=2", "parallel.context=2", "kernels.attention=flex"),
+            "it is not modelled where GPUs share sequences",
+        ),
         (("parallel.reshard_after_forward=false",), "reshard_after_forward: it is not modelled"),
         (("evaluation=true",), "evaluation: it is not modelled where GPUs share experts"),
         (("zero_gradients=fill",), "does not go with experts whose rows are counted on the host"),

@@ -16,7 +16,7 @@ def planned(*settings, **options):
 @pytest.mark.parametrize(
     ("settings", "gpus", "text"),
     [
-        (("parallel.tensor=2",), 8, "over tensor parallelism or a pipeline are not modelled"),
+        (("parallel.tensor=2",), 8, "over tensor parallelism are not modelled"),
         (("compute_dtype=fp32",), 8, "run in bf16, whatever else does"),
         ((), 256, "are 128, and more GPUs share each by its width"),
     ],

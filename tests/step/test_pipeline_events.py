@@ -1,6 +1,8 @@
 """The events of a rank of a pipeline: as many bytes alive as the formula has, in whatever order its schedule runs."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
 from tests.step.test_events import alive_at, peak_of
 from tests.survey.agreement import cut_model
+from tests.survey.drawn_jobs import Job, resolved
 
 CATALOG = shipped_catalog()
 CARD = Device(CATALOG.gpus["h100-sxm-80gb"], "h100-sxm-80gb")
@@ -138,3 +141,16 @@ def test_every_instant_of_a_stage_takes_what_torch_did(case):
 def test_a_loss_of_one_chunk_is_refused_where_torch_stops_at_its_gradients(name):
     with pytest.raises(CannotAnswerError, match="norm and head in two dtypes, at which torch stops; use 2 or more"):
         plan_of(replace(SCHEDULES[name], stage=1), kernels=Kernels(loss="chunked-backward", loss_chunks=1))
+
+
+@pytest.mark.parametrize(
+    "drawn", json.loads(Path(__file__).with_name("piped_jobs.json").read_text()), ids=lambda one: one["what"]
+)
+def test_instants_of_drawn_stages_are_those_of_a_trace(drawn):
+    """What was traced likewise, where weights or experts take more than what passes through them."""
+    model, setup = resolved(Job(**drawn["job"]), CATALOG)
+    plan = CompiledPlan(model, setup).evaluate(CARD)
+    planned, events = dict(plan.instants), events_of(plan)
+    for instant, traced in drawn["instants"].items():
+        assert abs(planned[instant] - traced) <= traced // 50_000, instant
+    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 200

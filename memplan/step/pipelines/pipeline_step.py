@@ -36,6 +36,8 @@ from memplan.training.resolved import TrainingSetup
 
 ATTENTION = ("attention", "linear self_attn", "norm input_layernorm")
 """How operations begin that a layer runs before the first of its sums."""
+HEADS = ("norm self_attn", "split", "slice", "mul sin")
+"""How others begin, between products of attention; where layers are computed again they run before their backward too."""
 
 
 def compile_pipeline_step(
@@ -101,17 +103,28 @@ def _largest_update(setup: TrainingSetup, states: ModelStates, step: ShardedStep
 def _all_instants(rank: RankMemory) -> Iterator[Instant]:
     """Yield the candidates for the peak from the first forward to the last reduction."""
     parallel = rank.setup.config.parallel
-    kinds = {"forward": _forward, "backward": _backward, "reduce": _reduce, "gather": _gather}
+    kinds = {"forward": _forward, "backward": _backward, "reduce": _reduce}
     for action, resident in moments_of(parallel.stage or 0, parallel):
         there = rank.gathered_bytes(resident)
+        if action.kind in ("forward", "backward") and resident.buffered[rank.own.index(action.stage)]:
+            yield from _copied_out(rank, action.kind, action.stage, resident)
         for one in kinds[action.kind](rank, action.stage, resident) if action.kind in kinds else ():
             yield Instant(one.name, one.operation, one.form, one.communication or there, one.reduces)
 
 
-def _gather(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
-    """Yield the moment at which the last unit of a stage that is gathered as a whole is copied out of its buffer."""
-    size = sum(unit.copied_bytes for unit in rank.units_of(stage))
-    yield with_gathered("forward", "gather of a stage", rank.around(resident), size)
+def _copied_out(rank: RankMemory, name: str, stage: int, resident: StageStates) -> Iterator[Instant]:
+    """Yield the moments at which a stage that was gathered as a whole is first run: each unit is copied out, and lets go of its buffer.
+
+    Source:
+        ``_perform_action`` in torch/distributed/pipelining/schedules.py, which waits for a stage's gathers when it runs it (v2.13.0).
+    """
+    units = rank.units_of(stage)
+    around = rank.around(resident) - constant_form(Part.TEMPORARIES, sum(unit.gathered_bytes for unit in units))
+    gathered, waiting = 0, sum(unit.buffer_bytes for unit in units)
+    for unit in units:
+        waiting -= unit.buffer_bytes
+        yield with_gathered(name, "copy of a stage", around, gathered + waiting + unit.copied_bytes)
+        gathered += unit.gathered_bytes
 
 
 def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
@@ -140,10 +153,15 @@ def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[In
     around += layer.saved * size + gathered(done + unit.gathered_bytes * size)
     if stage != rank.last:
         return
+    copied = gathered(step.tail.copied_bytes)
     if step.chunked:
+        if not resident.tail.gathered:
+            yield Instant(
+                "forward", "copy of norm and head", around + rank.stream + copied + gathered(unit.buffer_bytes)
+            )
         yield from _chunks(rank, resident, around)
         return
-    around += gathered(step.tail.copied_bytes)
+    around += copied
     yield Instant("forward", "copy of norm and head", around + rank.stream + gathered(unit.buffer_bytes))
     yield Instant("forward", "head", around + rows_of_head(step) + rank.logits)
     for moment in step.played.head.forward:  # the last output's name is that of this one by then
@@ -186,11 +204,12 @@ def _backward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[I
             summed = rank.whole(step.tail) * first
     output = rank.logits if stage == rank.last else rank.stream
     around, below = around + output, around + output + rank.entered(stage)
+    behind_sum = ATTENTION if rank.setup.checkpointing != "none" else (*ATTENTION, *HEADS)
     for position in dict.fromkeys((size, max(1, size - 1), min(2, size), 1)):
         there = summed + rank.whole(unit) * (size - position) * first
         own = below + layer.saved * (position - 1)
         for moment in layer.backward:
-            apart = position < size or stage == rank.last or moment.operation.startswith(ATTENTION)
+            apart = position < size or stage == rank.last or moment.operation.startswith(behind_sum)
             given = ZERO if apart else rank.stream
             yield moment.around(own - given + constant_form(Part.GRADIENTS, there), "backward")
         yield from _summing(rank, unit, own + rank.stream, there, first=first)
@@ -237,23 +256,43 @@ def _summing(rank: RankMemory, unit: Unit, around: Form, summed: int, *, first: 
 
 
 def _reduce(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
-    """Yield the reduction of a stage's gradients, unit by unit, each of whose weights is let go of before."""
-    step, around, units = rank.step, rank.around(resident), list(rank.units_of(stage))
+    """Yield the reduction of a stage's gradients, group by group, each of whose weights is let go of before.
+
+    The buffers of earlier reductions stay until a unit comes to its last group.
+
+    Source:
+        ``perform_reduce_grad`` in torch/distributed/pipelining/stage.py, ``post_backward`` in
+        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (v2.13.0).
+    """
+    around, retained, buffers = rank.around(resident), 0, 0
     yield Instant("gradient reduction", "start", around)
-    wholes = [rank.whole(unit) for unit in units]
-    gathered = [unit.gathered_bytes * rank.has_gathered(stage, resident) for unit in units]
-    if step.chunked and stage == rank.last:
-        there, _ = rank.tail_bytes(resident.tail)
-        gathered[-1], units[-1] = step.tail.gathered_bytes * resident.tail.gathered, rank.norm
-        wholes[-1] = rank.norm.reduced_bytes
-        around -= constant_form(Part.TEMPORARIES, there - gathered[-1])
-    retained, waiting, weights = 0, sum(wholes), sum(gathered)
+    rows = _reduced_groups(rank, stage, resident)
+    if rank.step.chunked and stage == rank.last:
+        buffers = rank.tail_bytes(resident.tail)[0] - rows[-1][2]  # of the head's, which the loss has had reduced
+        around -= constant_form(Part.TEMPORARIES, buffers)
+    waiting, weights = sum(whole for _, whole, *_ in rows), sum(size for _, _, size, _ in rows)
     around -= constant_form(Part.GRADIENTS, waiting) + constant_form(Part.TEMPORARIES, weights)
-    for unit, whole, size in zip(units, wholes, gathered, strict=True):
+    for own, whole, size, last in rows:
         weights -= size
-        form, there = around + constant_form(Part.GRADIENTS, retained + waiting), weights + unit.reduced_bytes
-        yield with_gathered("gradient reduction", "copy into the buffer of the reduction", form, there)
-        formed = unit.kept_bytes + unit.narrow_bytes + unit.last_bytes * rank.wide - whole
+        buffers = own.reduced_bytes + (0 if last else buffers)
+        form, there = around + constant_form(Part.GRADIENTS, retained + waiting), weights + buffers
+        copying = form + constant_form(Part.GRADIENTS, own.reordered_bytes * rank.wide)
+        yield with_gathered("gradient reduction", "copy into the buffer of the reduction", copying, there)
+        formed = own.kept_bytes + own.narrow_bytes + own.last_bytes * rank.wide - whole
         yield with_gathered("gradient reduction", "reduction", form + constant_form(Part.GRADIENTS, formed), there)
         waiting -= whole
-        retained += unit.kept_bytes
+        retained += own.kept_bytes
+
+
+def _reduced_groups(rank: RankMemory, stage: int, resident: StageStates) -> list[tuple[Unit, int, int, bool]]:
+    """Return the groups that a stage's gradients are reduced in, in order: each with its whole gradients and weights, and whether it is its unit's last."""
+    there, rows = rank.has_gathered(stage, resident), []
+    for unit in rank.units_of(stage):
+        for group in unit.groups:
+            rows.append((group, group.formed_bytes * rank.wide, group.gathered_bytes * there, group is unit.groups[-1]))
+        if not unit.groups:
+            rows.append((unit, rank.whole(unit), unit.gathered_bytes * there, True))
+    if rank.step.chunked and stage == rank.last:
+        weights = rank.step.tail.gathered_bytes * resident.tail.gathered
+        rows[-1] = (rank.norm, rank.norm.reduced_bytes, weights, True)
+    return rows

@@ -40,6 +40,7 @@ class StageStates:
     pairs: tuple[int, ...]  # Micro-batches that have run forward and not backward
     waiting: tuple[int, ...]  # Those whose gradients of weights are still to be formed
     gathered: tuple[bool, ...]  # Whether the stage's weights are gathered
+    buffered: tuple[bool, ...]  # Whether they still lie in the buffers that they were gathered into
     summed: tuple[bool, ...]  # Whether it has formed whole gradients
     reduced: tuple[bool, ...]  # Whether these have been reduced
     outputs: int  # Outputs of micro-batches that are done, which still have a name
@@ -71,7 +72,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
     own, named = stages_of(rank, parallel), parallel.order in ONE_STAGE
     place = {stage: index for index, stage in enumerate(own)}
     pairs, waiting = [0] * len(own), [0] * len(own)
-    gathered, summed, reduced = [False] * len(own), [False] * len(own), [False] * len(own)
+    gathered, summed, reduced, buffered = ([False] * len(own) for _ in range(4))
     newest, sent = -1, 0
     done: set[int] = set()
     tail, last = Tail(), parallel.pipeline * parallel.virtual - 1
@@ -81,6 +82,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
             pairs=tuple(pairs),
             waiting=tuple(waiting),
             gathered=tuple(gathered),
+            buffered=tuple(buffered),
             summed=tuple(summed),
             reduced=tuple(reduced),
             outputs=int(newest in done),
@@ -88,6 +90,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
             tail=tail,
         )
         yield action, resident
+        buffered[index] = action.kind == "gather"
         if action.kind == "forward":
             pairs[index] += 1
             gathered[index] = True

@@ -70,7 +70,9 @@ def shared_refusals(config: TrainingConfig, stack: Stack) -> Problems:
         text = f"{parallel.zero_stage} is not how {stack.name} shares {shares}, whose layers are wrapped in fully_shard; use 3, as --gpus N does"
         yield ("parallel", "zero_stage"), text
     where = f"where GPUs share {shares}"
-    said = {"pipeline": parallel.pipeline > 1, "reshard_after_forward": not parallel.reshard_after_forward}
+    if parallel.pipeline > 1 and parallel.context > 1:
+        yield ("parallel", "pipeline"), "it is not modelled where GPUs share sequences (parallel.context); leave it out"
+    said = {"reshard_after_forward": not parallel.reshard_after_forward}
     for name in (name for name, given in said.items() if given):
         yield ("parallel", name), f"it is not modelled {where}; leave it out"
     yield from unmodelled_keys(config, where)

@@ -8,11 +8,12 @@ Source:
 from collections.abc import Sequence
 from itertools import accumulate
 
+from memplan.step.collectives.gathered_units import UnitTensors
 from memplan.step.events.around_step import Around
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import AMONG_GROUPS, UnitEvents
 from memplan.step.pipelines.rank_memory import RankMemory
-from memplan.step.states.parallel_shards import numbered
+from memplan.step.states.parallel_shards import in_layers, numbered
 
 
 class StagedUnits:
@@ -41,6 +42,8 @@ class StagedUnits:
             ]
             for stage, numbers in self.layers.items()
         }
+        tensors = in_layers(events.step.inputs.states.tensors)
+        self._apart = {name for name, entry in tensors if entry.tensor.role == "expert_matrix"}
         self._converts = rank.converts
         self._wide, self._order = rank.wide, {name: place for place, name in enumerate(order)}
         self._wholes: dict[int, dict[str, int]] = {}  # Whole gradients of each unit, by its identity
@@ -81,16 +84,16 @@ class StagedUnits:
 
     def gather_stage(self, stage: int) -> None:
         """Gather all units of a stage ahead, by the stream that computes (``unshard``); they are copied out when it runs."""
-        for unit in self._units[stage]:
-            cast = self._stream.allocate_all([unit.unit.cast_bytes] if unit.unit.cast_bytes else [])
-            unit.buffer = self._stream.allocate_all([unit.unit.buffer_bytes])
+        for group in (group for unit in self._units[stage] for group in unit.groups):
+            cast = self._stream.allocate_all([group.unit.cast_bytes] if group.unit.cast_bytes else [])
+            group.buffer = self._stream.allocate_all([group.unit.buffer_bytes])
             self._stream.free_all(cast)
 
     def wait_for(self, stage: int) -> None:
         """Copy out what is gathered of a stage."""
         self._events.backward = True
         for unit in self._units[stage]:
-            if unit.buffer:
+            if any(group.buffer for group in unit.groups):
                 self._events.copy_out(unit)
 
     def release(self, stage: int, place: int | None = None) -> None:
@@ -117,17 +120,22 @@ class StagedUnits:
         return self._wholes.pop(id(self._events.tail), {})
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients of a stage, unit by unit, each of whose weights is let go of before."""
+        """Reduce the gradients of a stage, group by group, each of whose weights is let go of before."""
         self._events.context = AMONG_GROUPS * stage
         for unit in self._units[stage]:
-            self._events.let_go(unit)
             sums = self._wholes.pop(id(unit), {})
             names = sorted(sums, key=self._order.__getitem__, reverse=True)
-            if not names:
-                continue
-            left, both = unit if self.sums is None else self.sums.left_of(unit), self._events.tail.share
-            if left is not unit and both >= 0:
-                left.share = both  # what has been reduced together has the norm's
-            self._events.reduce(left, [sums[name] for name in names])
-            left.share = -1 if left.share == both else left.share
+            for group in unit.groups:
+                self._events.let_go(group)
+                apart = group is not unit.groups[0]
+                own = [name for name in names if len(unit.groups) == 1 or (name in self._apart) == apart]
+                if own:
+                    self._reduce(group, [sums[name] for name in own], joins=group is not unit.groups[-1])
         self._events.end_reductions()
+
+    def _reduce(self, group: UnitTensors, gradients: list[int], *, joins: bool) -> None:
+        left, both = group if self.sums is None else self.sums.left_of(group), self._events.tail.share
+        if left is not group and both >= 0:
+            left.share = both  # what has been reduced together has the norm's
+        self._events.reduce(left, gradients, joins=joins)
+        left.share = -1 if left.share == both else left.share
