@@ -128,6 +128,7 @@ class MemoryPlan:
     buffer_bytes: int
     rounding_bytes: int
     doubt_bytes: int  # What a compiler, or the mask of padding that nobody spoke of, may take besides, which the upper end includes
+    padding_bytes: int  # What the upper end has for rows of which nobody said whether they have padding, the allocator's reserve included
     apart_bytes: int  # Reserved beyond the peak, as a CUDA graph's memory and the update's scratch stand apart; else 0
     allowances: Allowances
     micro_batch_size: int
@@ -182,12 +183,6 @@ class MemoryPlan:
     def pads_rows(self) -> bool:
         """Whether rows of the micro-batch have padding."""
         return self.setup.config.pads(self.micro_batch_size * self.setup.rows_per_sample)
-
-    @property
-    def padding_bytes(self) -> int:
-        """What the upper end has for rows of which nobody said whether they have padding, the allocator's reserve included."""
-        compiled = self.setup.config.compile != "none"
-        return 0 if compiled else self.allowances.upper_reserved_bytes(self.doubt_bytes)
 
     @property
     def attention(self) -> str:

@@ -324,6 +324,7 @@ class CompiledPlan:
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
             doubt_bytes=doubt,
+            padding_bytes=allowances.upper_reserved_bytes(max(0, size - requested)),
             padded=partial(padded.evaluate, device, batch, length) if padded else None,
             apart_bytes=apart,
             allowances=allowances,

@@ -149,9 +149,22 @@ def test_on_a_card_that_is_nearly_full_the_run_of_padded_rows_is_played_too():
         memplan.plan("qwen2.5-7b", **job, set={**none, **said}).memory
         for said in ({"padded_rows": False}, {}, {"padded_rows": True})
     )
-    assert own.by_share is not None
-    covered = (
-        full.upper_bytes + own.padding_bytes
-    )  # the mask's own bytes have room, what the allocator holds for them has none
-    assert covered <= own.usable_bytes < padded.upper_bytes == own.upper_bytes
+    assert full.upper_bytes < own.usable_bytes < padded.upper_bytes == own.upper_bytes
+    assert own.padding_bytes == own.upper_bytes - full.upper_bytes
     assert (full.verdict, own.verdict, padded.verdict) == ("fits", "tight", "no")
+
+
+def test_the_upper_end_is_that_of_the_run_with_padded_rows_where_its_bytes_lie_worse_than_a_share_says():
+    job: dict[str, Any] = {
+        "gpu": "h100",
+        "config": "lora",
+        "stack": "trl",
+        "micro_batch_size": 8,
+        "sequence_length": 1024,
+    }
+    full, own, padded = (
+        memplan.plan("smollm2-135m", **job, set=said).memory
+        for said in ({"padded_rows": False}, {}, {"padded_rows": True})
+    )
+    share = own.allowances.upper_reserved_bytes(own.doubt_bytes)
+    assert full.upper_bytes + share < padded.upper_bytes == own.upper_bytes

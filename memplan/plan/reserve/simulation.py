@@ -198,22 +198,26 @@ def _with_run(
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
-    beside = allowances.upper_context_bytes + allowances.upper_reserved_bytes(plan.doubt_bytes)
+    beside = allowances.upper_context_bytes + plan.padding_bytes
     if least is None and result.most_bytes + apart + beside > plan.usable_bytes:
         result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
     upper = result.most_bytes + apart + beside
-    if verdict == "fits" and plan.padded and _plays_padding(plan):
+    padding = plan.padding_bytes
+    if plan.padded and (tight or verdict == "fits"):
         padded = simulated(plan.padded(), least=False, runs=runs, tight=False)
-        verdict, upper = padded.verdict if padded.verdict == "fits" else "tight", max(upper, padded.upper_bytes)
+        if verdict == "fits" != padded.verdict:
+            verdict = "tight"
+        padding += max(0, padded.upper_bytes - upper)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
         allocated_bytes=plan.allocated_bytes if _gathers(plan) else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
-        upper_bytes=upper,
+        upper_bytes=upper + padding - plan.padding_bytes,
+        padding_bytes=padding,
         least_bytes=needed + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
@@ -234,7 +238,7 @@ def _surely_exceeds(plan: MemoryPlan, simulation: Simulation) -> bool:
     """
     if not _gathers(plan):
         return False
-    room = plan.usable_bytes - _upper_beside(_without_streams(plan)) - plan.apart_bytes
+    room = plan.usable_bytes - _without_streams(plan).allowances.upper_context_bytes - plan.apart_bytes
     return simulation.takes_more(room) and all(_agrees(plan, size) for size in simulation.allocated_range)
 
 
@@ -302,17 +306,6 @@ def _without_streams(plan: MemoryPlan) -> MemoryPlan:
     )
 
 
-def _upper_beside(plan: MemoryPlan) -> int:
-    """Return what a run has to leave free to fit: the context, and what rows with padding would take, reserve included, unless they are played."""
-    padding = 0 if _plays_padding(plan) else plan.allowances.upper_reserved_bytes(plan.doubt_bytes)
-    return plan.allowances.upper_context_bytes + padding
-
-
-def _plays_padding(plan: MemoryPlan) -> bool:
-    """Whether a run with padded rows is played, too: nobody said whether they are, and there is no room for a share as its reserve."""
-    return plan.padded is not None and plan.verdict != "fits"
-
-
 def _gathers(plan: MemoryPlan) -> bool:
     """Whether the rank that is played gathers or reduces by code of its own, and may not be the fullest at every instant."""
     return is_sharded(plan.setup.config.parallel) or runs_engine(plan.setup.config.parallel)
@@ -327,8 +320,9 @@ def _verdict(plan: MemoryPlan, runs_in: Callable[..., bool], least: int, most: i
 
     A rank that gathers or reduces on streams of their own fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
     """
-    upper, expected = (plan.usable_bytes - beside for beside in (_upper_beside(plan), plan.allowances.context_bytes))
-    for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
+    upper, expected = plan.allowances.upper_context_bytes, plan.allowances.context_bytes
+    for verdict, context in (("fits", upper), *([("tight", expected)] if tight else [])):
+        capacity = plan.usable_bytes - context
         if verdict == "fits" and _gathers(plan) and most > capacity:
             continue
         if capacity > 0 and runs_in(capacity, anywhere=verdict == "fits"):
