@@ -4,6 +4,7 @@ import pytest
 
 from memplan.errors import CannotAnswerError
 from memplan.model.families import around
+from memplan.plan.reserve.simulation import events_of
 from memplan.training.adapters import adapter_tensors
 from tests.families.tiny import CASES
 from tests.survey.drawn_jobs import Job
@@ -40,6 +41,16 @@ def test_weights_with_their_adapters_folded_in(catalog, model, weights, checkpoi
     answer = plan(catalog, model, weights, checkpointing, dtype)
     assert answer.requested_bytes == pytest.approx(peak, rel=5e-4)
     assert answer.persistent_bytes == persistent
+
+
+def test_a_parametrisation_checks_its_sum_once_before_the_experts_read_it(catalog):
+    answer = plan(catalog, MIXTRAL, {"default": "bf16"}, "none", "fp32")
+    events, down = events_of(answer), 8 * 512 * 1024 * 2
+    step = events.codes[events.steady_from :]
+    names = {down: "down", 2 * down: "gate_up"}
+    folds = [("+-"[code % 2], names[size]) for code in step if (size := events.sizes[code // 2]) in names]
+    checked = [("+", "down"), ("-", "down"), ("+", "gate_up"), ("-", "gate_up")]
+    assert folds[:6] == [*checked, ("+", "gate_up"), ("+", "down")]
 
 
 @pytest.mark.parametrize(("key", "value", "word"), [("kind", "dora", "dora"), ("dropout", 0.1, "dropout")])

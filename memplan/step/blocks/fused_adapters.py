@@ -224,20 +224,29 @@ def _narrow(builder: Builder, weight: Weight) -> Weight:
     return weight if size == weight.own_bytes else replace(weight, formed_bytes=size, copy_bytes=size, copy_saved=True)
 
 
-def folded_weight(builder: Builder, name: str, weight: Weight) -> tuple[Value, list[Value]]:
-    """Record the sum of a weight and its adapter's product, in the weight's dtype; return it, and the factors where they are cast.
+def folding_factors(builder: Builder, name: str, weight: Weight) -> list[Value]:
+    """Record what a parameter's adapter is read as, in the weight's dtype, and a sum with its product that is checked and let go.
 
-    Backward saves these, and the module has names for all until it returns.
+    Returns:
+        The factors where they are cast: the module has names for them until it returns.
 
     Source:
-        ``ParamWrapper`` and ``_LoraFactorsProxy`` in peft/tuners/lora/layer.py (0.21.2), lines 2305 to 2601.
+        ``ParamWrapper`` and ``_LoraFactorsProxy`` in peft/tuners/lora/layer.py (0.21.2), lines 2305 to 2601; ``ParametrizationList``
+        in torch/nn/utils/parametrize.py (v2.13.0), which calls itself as it is made.
     """
-    tape, factors = builder.tape, [builder.weight(f"{name}.{part}.weight") for part in ("lora_A", "lora_B")]
-    copies: list[Value] = []
-    for factor in factors:
+    tape, copies = builder.tape, list[Value]()
+    for factor in (builder.weight(f"{name}.{part}.weight") for part in PARTS):
         if factor.element_bytes != weight.element_bytes:
             with tape.alive(*copies):
                 size = factor.rows * factor.columns * weight.element_bytes
                 copies.append(tape.make("cast adapter", builder.constant(size, 1)))
-    folded = tape.value(ONE, weight.own_bytes, 1, part=Part.ACTIVATIONS)
-    return tape.apply(f"fold {name}", [], folded, copies, factors, Traits(custom=True)), copies
+    with tape.alive(*copies):
+        tape.make(f"fold {name}", builder.constant(weight.own_bytes, 1))
+    return copies
+
+
+def folded_weight(builder: Builder, name: str, weight: Weight, copies: Sequence[Value]) -> Value:
+    """Record the sum of a weight and its adapter's product; backward saves the factors."""
+    factors = [builder.weight(f"{name}.{part}.weight") for part in PARTS]
+    folded = builder.tape.value(ONE, weight.own_bytes, 1, part=Part.ACTIVATIONS)
+    return builder.tape.apply(f"fold {name}", [], folded, copies, factors, Traits(custom=True))

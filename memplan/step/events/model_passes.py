@@ -101,6 +101,7 @@ class ModelPasses:
         self.stream.begin("forward")
         self.around.begin(micro_step)
         self.stream.of("activations")
+        self._mismatch(taped)
         arguments = ModelArguments(self.stream, self.inputs, taped, self.values)
         parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
         chunks = None
@@ -168,11 +169,17 @@ class ModelPasses:
             self.stream.free(named.pop())
             named += copies
         if self._reference is not None and not mismatched:
+            self._mismatch(self._reference)
             take, reference = named.extend if setup.copies_logits else self.stream.free_all, self._reference
             self.around.refer(lambda: take(self._without_gradients(reference)))
         if self._compares and setup.copies_logits:
             measure_answers(self.stream, self.inputs, self.taped.settings.vocab_size, self.values)
         self.stream.free_all(named)
+
+    def _mismatch(self, taped: ModelOnTape) -> None:
+        """Write the forward on answers to other prompts before a model's own (``_compute_kl_logps`` in trl/trainer/kto_trainer.py, 1.16.0)."""
+        if self.inputs.setup.config.method.stage == "kto" and self.inputs.setup.stack.loop.metrics != "softmax":
+            self.stream.free_all(self._without_gradients(taped))
 
     def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""

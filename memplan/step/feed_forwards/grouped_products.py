@@ -18,11 +18,11 @@ def grouped(
     width: int,
     experts: Value,
     offsets: Value,
-    resident: list[Value],
+    resident: dict[str, list[Value]],
     *,
     direct: bool,
 ) -> Value:
-    """Return each row times the matrix of its expert, stored (in, out) where ``direct``; what adapters fold into it is added to what is held.
+    """Return each row times the matrix of its expert, stored (in, out) where ``direct``; what adapters fold into it is added to its factors.
 
     Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
     """
@@ -44,9 +44,9 @@ def grouped(
     reads = [(rows, NEW)]
     if f"{name}.lora_A.weight" in builder.weights:
         with tape.alive(rows, experts, offsets):
-            folded, copies = folded_weight(builder, name, weight)
-        resident += (folded, *copies)
-        reads, saves = [*reads, (folded, NEW)], [offsets, rows, folded]
+            folded = folded_weight(builder, name, weight, resident[name])
+        resident[name].append(folded)
+        reads, saves = [(folded, NEW), *reads], [offsets, folded, rows]
     traits = Traits(custom=weight.coded, product=True, attributes=(offsets,) if weight.coded else ())
     tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=traits)
     tape.touch(*([copy] if copy is not None else []))

@@ -5,7 +5,7 @@ from memplan.model.parameter_tensors import LATENT
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.fused_adapters import folded_weight
+from memplan.step.blocks.fused_adapters import folded_weight, folding_factors
 from memplan.step.blocks.projections import plain_linear
 from memplan.step.feed_forwards.feed_forward import activated, gated, mlp
 from memplan.step.feed_forwards.grouped_products import grouped
@@ -105,7 +105,9 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
     tape, weight = builder.tape, builder.weight(f"{name}.weight")
     if f"{name}.lora_A.weight" in builder.weights:
         with tape.alive(x):
-            folded, _ = folded_weight(builder, name, weight)
+            copies = folding_factors(builder, name, weight)
+            with tape.alive(*copies):
+                folded = folded_weight(builder, name, weight, copies)
         logits = tape.value(TOKENS, part.num_experts, builder.compute)
         return tape.apply(
             f"linear {name}", [(x, NEW), (folded, NEW)], logits, [x, folded], [weight], Traits(product=True)
@@ -186,8 +188,33 @@ def normalised(builder: Builder, share: Value, *, shifted: bool = False) -> Valu
 def routed_experts(
     builder: Builder, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str
 ) -> Value:
-    """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
+    """Return the weighted sum of the chosen experts; what their adapters are read as is there until it is formed."""
+    folded, copies = dict[str, list[Value]](), list[Value]()
+    for own in (f"{name}.down_proj", f"{name}.{_first_projection(part)}"):
+        if f"{own}.lora_A.weight" in builder.weights:
+            with builder.tape.alive(*copies):
+                folded[own] = folding_factors(builder, own, builder.weight(own))
+            copies += folded[own]
+    with builder.tape.alive(*copies):
+        result = _sorted_by_expert(builder, (x, weights, chosen), part, name, folded)
+    builder.tape.touch(*[value for values in reversed(folded.values()) for value in values])
+    return result
+
+
+def _first_projection(part: MixtureOfExperts) -> str:
+    return f"{'gate_up' if part.gated else 'up'}_proj"
+
+
+def _sorted_by_expert(
+    builder: Builder,
+    given: tuple[Value, Value, Value],
+    part: MixtureOfExperts,
+    name: str,
+    resident: dict[str, list[Value]],
+) -> Value:
+    """Return the same: rows sorted by expert, grouped products; weights with what adapters fold into them are added to ``resident``."""
     tape, used, inner = builder.tape, part.experts_per_token, part.intermediate_size
+    x, weights, chosen = given
     experts, order = _indices(builder, used), _indices(builder, used)
     tape.make("sort", experts, chosen)
     tape.make("sort", order, chosen)
@@ -197,8 +224,8 @@ def routed_experts(
     ahead = builder.settings.code.gathers_ahead
     early = [_taken(builder, weights, order)] if ahead else []
     with tape.alive(rows, experts, order, *early):
-        offsets, resident = _offsets(builder, experts, part), list[Value]()
-        width, first = (2 if part.gated else 1) * inner * used, f"{name}.{'gate_up' if part.gated else 'up'}_proj"
+        offsets = _offsets(builder, experts, part)
+        width, first = (2 if part.gated else 1) * inner * used, f"{name}.{_first_projection(part)}"
         biases = _gathered_biases(builder, f"{first}_bias", width, experts)
         both = grouped(builder, rows, first, width, experts, offsets, resident, direct=part.transposed)
         with tape.alive(offsets, *(() if ahead else (both,))):
@@ -214,9 +241,7 @@ def routed_experts(
                     )
                 with tape.alive(out):
                     taken = early[0] if early else _taken(builder, weights, order)
-                result = _combined(builder, out, taken, order, x)
-                tape.touch(*resident)
-                return result
+                return _combined(builder, out, taken, order, x)
 
 
 def _activated(builder: Builder, up: Value, width: int, part: MixtureOfExperts) -> Value:
