@@ -29,6 +29,8 @@ LossKernel = Literal[
     "fused-divergence",
     "logits",
     "hidden-states",
+    "policy",
+    "values",
     "fp32-stretches",
     "weighted-tokens",
 ]
@@ -90,7 +92,8 @@ class KernelProfile:
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head; ``divergence`` of whole logits from a teacher's is
             what distillation learns by, ``fused-divergence`` the same of hidden states, whose logits are formed tile by tile;
-            ``logits`` and ``hidden-states`` are what a teacher returns, of which no loss is formed.
+            ``logits`` and ``hidden-states`` are what a teacher returns, of which no loss is formed; ``policy`` and ``values`` are what
+            PPO learns by, of whole logits and of a number for each token.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
             its like are some of these without the others.

@@ -187,3 +187,8 @@ def _value_problems(name: str, value: Any, path: EntryPath) -> Iterator[tuple[En
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _value_problems(name, item, (*path, index))
+
+
+def is_bundled(entry: Optimizer) -> bool:
+    """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
+    return entry.bundled is not None

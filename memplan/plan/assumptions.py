@@ -18,7 +18,7 @@ from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.training.rules.distillation_rules import on_policy
-from memplan.training.second_models import FrozenModel
+from memplan.training.second_models import VALUES, BesideModel
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         yield f"method {method.stage}{pairs}; {tokens}"
         if method.stage == "kto" and plan.setup.profile.loss == "log-probabilities":
             yield "every answer is taken to be desirable; metrics copy logits of those that are, and of those that are not"
+    elif plan.setup.value_model is not None:
+        yield from _phase(plan)
     else:
         yield from _rollout(plan, method.rollout)
     if plan.setup.scores:
@@ -198,7 +200,7 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         yield "TRL shards the reference model as one unit: in its forward all of it is there twice, in the buffer it is gathered in and copied out"
 
 
-def _teacher(plan: MemoryPlan, teacher: FrozenModel) -> Iterator[str]:
+def _teacher(plan: MemoryPlan, teacher: BesideModel) -> Iterator[str]:
     """Yield what a student learns from."""
     names, size = teacher.setup.format_names, second_bytes(plan.states.tensors)
     matrices, rest = names["hidden_matrix"], names["embedding"]
@@ -254,6 +256,18 @@ def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:
     asleep = ", and sleeps while a step runs" if rollout.sleeps and rollout.engine == "vllm" else ""
     scored = "; rewards are computed elsewhere" if setup.teacher is None else ""
     yield f"generation: {ENGINES[rollout.engine]}{asleep}{scored}"
+
+
+def _phase(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what a phase of PPO has on the card besides its policy."""
+    for role, second in plan.setup.seconds.items():
+        size, trained = second_bytes(plan.states.tensors, role), "trained whole" if role == VALUES else "frozen"
+        yield f"{role}: {second.model.spec.name}, {trained}, {size:,} B of weights"
+    rows = plan.micro_batch_size * plan.setup.config.gradient_accumulation_steps
+    yield (
+        f"method ppo: {rows} answers of {plan.setup.completion_length:,} tokens, none of which ends earlier; the logits that all were sampled "
+        "from stay in fp32 until the next are there; no autocast, no checkpointing and no clipping, which its loop never switches on"
+    )
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:

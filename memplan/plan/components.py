@@ -112,10 +112,10 @@ def _states(plan: MemoryPlan) -> Iterator[Component]:
     """Yield what stays from step to step, and the gradients of the peak."""
     states, formats = plan.states, "configs/weight_formats.yaml"
     formula = "sum over tensors of ceil(n / block) * block_bytes"
-    teacher, shares = plan.setup.teacher, dict[str, int | str]()
-    if teacher is not None:
-        formula += f", those of the teacher too, {teacher.model.spec.name}"
-        shares["teacher"] = second_bytes(states.tensors)
+    shares: dict[str, int | str] = {}
+    for role, second in plan.setup.seconds.items():
+        formula += f", those of the {role.replace('_', ' ')} too, {second.model.spec.name}"
+        shares[role] = second_bytes(states.tensors, role)
     yield Component("weights", states.weight_bytes, formula, shares, formats, "exact")
     source = "master_weights of the config"
     yield Component("master_weights", states.master_bytes, "n * master_bytes", {}, source, "exact")

@@ -19,7 +19,7 @@ from memplan.plan.jobs.beyond_peak import apart_bytes, compiler_doubt_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
-from memplan.step.beside.second_forward import all_on_card, with_frozen_states
+from memplan.step.beside.second_forward import all_on_card, with_states_beside
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
@@ -52,8 +52,8 @@ def card_kind(gpu: Gpu) -> CardKind:
 
 def _kernels(setup: TrainingSetup) -> Kernels:
     """Return all of a setup that a card decides and its closed forms depend on."""
-    second = () if setup.teacher is None else _kernels(setup.teacher.setup)
-    return setup.profile, setup.masked_attention, setup.wide_attention, setup.tower_attention, *second
+    seconds = [kernel for second in setup.seconds.values() for kernel in _kernels(second.setup)]
+    return setup.profile, setup.masked_attention, setup.wide_attention, setup.tower_attention, *seconds  # type: ignore[return-value]
 
 
 def _of_rank(model: Model, setup: TrainingSetup) -> Model:
@@ -87,8 +87,8 @@ class CompiledPlan:
         self.setup = setup
         refuse_unmodelled(model, setup)
         adapters = () if known else adapter_tensors(model, setup)
-        states = known or with_frozen_states(
-            rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size), setup.teacher
+        states = known or with_states_beside(
+            rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size), setup.seconds
         )
         self._regimes = FormsByRegime(self.model, model, setup, states)
         if setup.formats["hidden_matrix"].product == "integers":

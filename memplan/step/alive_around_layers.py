@@ -115,7 +115,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
         return ZERO if saved or (taped.again[taped.kinds[0]] and first.tape.nodes) else stream_form(inputs)
     if not family_code(setup.stack, spec.architecture).forms_tables:
         return ZERO
-    if setup.has_value_head and not spec.learned_positions:
+    if (setup.has_value_head or setup.names_hidden) and not spec.learned_positions:
         return ZERO  # named with all that layers are given
     own = taped.embedding.tape.saved_storages()
     if (spec.embedding_norm is not None and FIRST_RESULT in own) or taped.embedding.output.storage in own:
@@ -167,7 +167,8 @@ def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
         trl/models/modeling_value_head.py (0.24.0).
     """
     layer = taped.layers[kind]
-    if not inputs.setup.has_value_head or (taped.again[kind] and layer.tape.nodes):
+    returned = inputs.setup.has_value_head or (inputs.setup.names_hidden and not layer.tape.cache_stays)
+    if not returned or (taped.again[kind] and layer.tape.nodes):
         return ZERO
     saved = any(layer.entry.storage in node.retained for node in layer.tape.nodes)
     return ZERO if saved else stream_form(inputs)

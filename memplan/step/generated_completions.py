@@ -52,6 +52,7 @@ def refuse_generation(spec: ModelSpec, setup: TrainingSetup) -> None:
     if parts != {Attention} or within or setup.profile.attention == "eager":
         why = "a window" if within else "eager attention" if parts == {Attention} else "such attention"
         instead = "leave method.rollout out" if setup.generates_rows else "use vllm or server"
+        instead = "plan another policy" if setup.names_hidden else instead
         raise CannotAnswerError(
             f"{setup.name}: method.rollout.engine: generation by a model with {why} is not modelled; {instead}"
         )
@@ -123,7 +124,8 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     """
     inputs, taped, values = tapes(*shape)
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-    arguments += tables_of_graph(inputs) * shape[0]  # positions are counted row by row
+    by_row = inputs.setup.stack.rotary_tables.rows == "batch"
+    arguments += tables_of_graph(inputs) * (1 if by_row else shape[0])  # positions are counted row by row
     retained = _activations(cached + ID_BYTES * shape[0] * ids)
     for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
         less = _activations(own if moment.operation in BEFORE_CACHE else 0)

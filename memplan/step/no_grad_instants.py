@@ -15,7 +15,15 @@ from memplan.step.step_inputs import StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tensors.tensor_states import reference_setup
-from memplan.step.units.collated_rows import ID_BYTES, LABEL_BYTES, MASK_BYTES, evaluated_rows, joined_ids, token_types
+from memplan.step.units.collated_rows import (
+    ID_BYTES,
+    LABEL_BYTES,
+    MASK_BYTES,
+    evaluated_rows,
+    joined_ids,
+    keeps_old_log_probabilities,
+    token_types,
+)
 from memplan.training.adapters import REFERENCE
 
 STATISTICS_BYTES = 4 + 4 + 4 + 1
@@ -45,6 +53,8 @@ def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) 
         taped: The model that is trained, on tape.
         around: What its forward leaves.
     """
+    if inputs.setup.names_hidden:
+        return  # all is compared that has been generated, before the first step of a phase
     named = around + _named_logits(inputs, taped, graph=True)
     if inputs.setup.config.method.stage == "kto" and taped.settings.metrics == "softmax":
         yield from _mismatched_forwards(inputs, taped, named, "forward")
@@ -121,10 +131,10 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     else:
         before = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 + 1) * several
         scored = around + logs + single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
-    if setup.keeps_old_log_probabilities:
+    if keeps_old_log_probabilities(setup):
         yield from forward_alone(inputs, taped, scored + before, GENERATION, arguments, head=not setup.copies_logits)
         yield from forward_alone(inputs, taped, scored, GENERATION, arguments)
-    scored += single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * together * setup.keeps_old_log_probabilities)
+    scored += single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * together * keeps_old_log_probabilities(setup))
     yield from _reference_moments(inputs, taped, scored, GENERATION)
 
 
@@ -269,6 +279,8 @@ def _named_embeddings(inputs: StepInputs) -> Form:
     code = family_code(setup.stack, spec.architecture)
     if not code.forms_tables and spec.encoder is None:
         return ZERO
+    if setup.names_hidden and not spec.learned_positions:
+        return ZERO  # it is what the first layer is given
     row = spec.hidden_size * setup.residual_bytes
     positions = single_form(Part.TEMPORARIES, position_quantity(code), row) if _names_positions(spec) else ZERO
     return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions

@@ -214,7 +214,7 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex" and ranks == 1:
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += own_rows(setup) + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
-    form += constant_form(Part.ACTIVATIONS, _kept_bytes(spec, setup))
+    form += constant_form(Part.ACTIVATIONS, module_bytes(spec, setup))
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
     form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
     form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)
@@ -225,7 +225,7 @@ def buffers(inputs: StepInputs) -> Form:
     )
 
 
-def _kept_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
+def module_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
     """Return what transformers' modules keep beside parameters."""
     if setup.stack.model_code != "transformers":
         return 0

@@ -18,12 +18,13 @@ from memplan.model.inventory import Role
 from memplan.training.rules.distillation_rules import DISTILLED, on_policy
 from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
 from memplan.training.rules.stack_defaults import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 
 if TYPE_CHECKING:
     from memplan.model.model import Model
-    from memplan.training.second_models import FrozenModel
+    from memplan.training.second_models import BesideModel
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Formats that a product can read as they are; all others are decoded first."""
@@ -60,14 +61,14 @@ class TrainingSetup:
     # Kernel of heads wider than flash takes, where a model has narrower ones too; None where it has none of one kind.
     wide_attention: AttentionKernel | None = None
     tower_attention: AttentionKernel | None = None
-    widens_stream: bool = (
-        False  # Whether the model has a norm behind its embedding, whose result autocast leaves in fp32
-    )
+    widens_stream: bool = False  # Whether autocast leaves the result of a norm behind the embedding in fp32
     card_notes: tuple[str, ...] = ()  # What a card does in another way, one sentence each; none where there is no card
     # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
     uncheckpointed: bool = False  # Whether layers never run again, whatever the config says
-    teacher: FrozenModel | None = None  # What distillation learns from
+    teacher: BesideModel | None = None  # What distillation learns from
+    value_model: BesideModel | None = None  # What PPO trains beside its policy
+    reward_model: BesideModel | None = None  # What scores the answers of that
     untied_ends: bool = False  # Whether a tied embedding and head are tensors of their own, as copies of either train
 
     def with_floats(self, names: Mapping[Role, str]) -> TrainingSetup:
@@ -78,7 +79,18 @@ class TrainingSetup:
     @property
     def beside(self) -> Mapping[str, Model]:
         """Models of their own beside the one that is trained, as they were looked up."""
-        return {} if self.teacher is None else {"teacher": self.teacher.given}
+        return {role: second.given for role, second in self.seconds.items()}
+
+    @property
+    def seconds(self) -> Mapping[str, BesideModel]:
+        """The same as they run, by what they are."""
+        named = {"teacher": self.teacher, "value_model": self.value_model, "reward_model": self.reward_model}
+        return {role: second for role, second in named.items() if second is not None}
+
+    @property
+    def names_hidden(self) -> bool:
+        """Whether a loop asks for hidden states of all layers (``forward`` in trl/experimental/ppo/ppo_trainer.py, 1.12.0)."""
+        return self.profile.loss in ("policy", "values")
 
     @property
     def label(self) -> str:
@@ -179,7 +191,12 @@ class TrainingSetup:
     @property
     def answer_length(self) -> int:
         """Tokens of each row that have a label; 0 for all that have a token before them."""
-        return 0 if self.profile.loss == "divergence" else self.completion_length
+        return 0 if self.profile.loss == "divergence" or self.names_hidden else self.completion_length
+
+    @property
+    def labelled_length(self) -> int:
+        """The same where whole logits are formed, of which a loss takes those of answers."""
+        return self.completion_length if self.names_hidden else self.answer_length
 
     @property
     def completion_length(self) -> int:
@@ -192,18 +209,6 @@ class TrainingSetup:
         if self.config.method.rollout is None:
             return 0
         return self.rollout.micro_batches or self.config.gradient_accumulation_steps
-
-    @property
-    def keeps_old_log_probabilities(self) -> bool:
-        """Whether the log-probabilities that completions were generated with are computed beforehand.
-
-        Source:
-            ``_generate_and_score_completions`` in trl/trainer/grpo_trainer.py (1.16.0): where steps and generations are
-            not aligned, and always where an engine generates; a teacher is asked of them in the step itself.
-        """
-        every = self.generated_micro_batches * self.rollout.iterations
-        apart = self.rollout.engine != "transformers" or self.config.gradient_accumulation_steps % every != 0
-        return apart and self.config.method.stage not in DISTILLED
 
     @property
     def copies_logits(self) -> bool:
@@ -244,7 +249,7 @@ class TrainingSetup:
     @property
     def disables_dropout(self) -> bool:
         """Whether the trainer switches off the model's dropout (``disable_dropout`` in trl/trainer/dpo_config.py and others, 1.16.0)."""
-        method, stages = self.config.method, REFERRED | UNREFERRED | DISTILLED | {"reward"}
+        method, stages = self.config.method, REFERRED | UNREFERRED | DISTILLED | BESIDE_VALUES | {"reward"}
         return method.stage in stages and not self.has_value_head and not on_policy(method)
 
     @property
@@ -341,8 +346,3 @@ class TrainingSetup:
 def plain_format(name: str) -> StorageFormat:
     """Return a float format of that name."""
     return StorageFormat(name, 1, FLOAT_BYTES[name], "", (), "float")
-
-
-def is_bundled(entry: Optimizer) -> bool:
-    """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
-    return entry.bundled is not None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.training_config import Offload
+from memplan.catalog.update_classes import is_bundled
 from memplan.library.lookup import custom_gpu
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
@@ -21,7 +22,6 @@ from memplan.solver.search.timing import (
     work_of,
 )
 from memplan.training.resolution.resolve_config import resolve
-from memplan.training.resolved import is_bundled
 from memplan.units import GIB
 
 pytestmark = pytest.mark.thorough

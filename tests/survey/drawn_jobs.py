@@ -54,23 +54,26 @@ class Job:
     training: Mapping[str, Any]
 
     @property
-    def teacher(self) -> Mapping[str, Any] | None:
-        """Keys of the released ``config.json`` of a teacher, which stand where its name would."""
-        given: Mapping[str, Any] | None = self.training.get("method", {}).get("teacher", {}).get("model")
-        return given
+    def seconds(self) -> dict[str, Mapping[str, Any]]:
+        """Keys of the released ``config.json`` of each model beside the one that is trained, which stand where its name would."""
+        method = self.training.get("method", {})
+        return {role: method[role]["model"] for role in SECONDS if role in method}
 
     @property
     def keys(self) -> dict[str, Any]:
         """The training config as a file has it."""
-        if self.teacher is None:
-            return dict(self.training)
-        method = self.training["method"]
-        return {**self.training, "method": {**method, "teacher": {**method["teacher"], "model": "drawn"}}}
+        method = self.training.get("method", {})
+        named = {role: {**method[role], "model": "drawn"} for role in self.seconds}
+        return {**self.training, "method": {**method, **named}} if named else dict(self.training)
 
     @property
     def text(self) -> str:
         """Both as JSON on one line, which ``--job`` takes."""
         return json.dumps({"model": self.model, "training": self.training}, sort_keys=True)
+
+
+SECONDS = ("teacher", "value_model", "reward_model")
+"""What models beside the one that is trained are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
         MemplanError: The job is refused.
     """
     config = validate(TrainingConfig, Document("job", job.keys, {}))
-    beside = {"teacher": model_of(job.teacher)} if job.teacher is not None else None
+    beside = {role: model_of(values) for role, values in job.seconds.items()}
     return model_of(job.model), resolve(config, catalog, "job", beside=beside)
 
 

@@ -8,11 +8,11 @@ Divergence = Literal["forward-kl", "reverse-kl", "jsd"]
 DistillingTrainer = Literal["gkd", "distillation"]
 
 Stage = Literal[
-    "sft", "classification", "embedding", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "distillation"
+    "sft", "classification", "embedding", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo", "ppo", "distillation"
 ]
 """What a step learns from: rows of tokens; rows that have a class each; texts whose embeddings are compared; pairs of answers, chosen
-and rejected; answers that are said to be good or bad; answers that the model has generated itself, which are scored; or rows whose next
-tokens a teacher foretells."""
+and rejected; answers that are said to be good or bad; answers that the model has generated itself, which are scored, by ``ppo`` beside a
+model of values that trains too; or rows whose next tokens a teacher foretells."""
 
 SCORED: frozenset[Stage] = frozenset(("reward", "classification"))
 """Stages whose model yields scores in place of logits."""
@@ -72,8 +72,23 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Ppo:
+    """How a phase of PPO learns from the rows that it has generated.
+
+    Attributes:
+        epochs: Times that it goes over them.
+        mini_batches: Parts of them whose results the loop has names for until the part is done.
+        forward_batch: Rows that are generated, and judged, at a time.
+    """
+
+    epochs: int = 4
+    mini_batches: int = 1
+    forward_batch: int = 64
+
+
+@dataclass(frozen=True, slots=True)
 class SecondModel:
-    """A frozen model of its own beside the one that is trained.
+    """A model of its own beside the one that is trained: frozen, but for a model of values.
 
     Attributes:
         model: Its name, file or directory, as any model's.
@@ -100,6 +115,9 @@ class Method:
         balances: Whether a loss of unbalanced experts is added, for which routers' logits of all layers stay; None is as the stack does.
         labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
         teacher: The model that a step learns from, which distillation alone has.
+        value_model: The model of values that PPO trains beside its policy; None is as the reward model.
+        reward_model: The model that scores what PPO's policy has generated.
+        ppo: How PPO goes over what was generated.
         divergence: What student and teacher are compared by; None is as the trainer has it.
         trainer: What runs a distillation: ``gkd`` compares whole logits, of rows of the data or generated; ``distillation`` hidden
             states, tile by tile, of generated rows alone. None is ``gkd``.
@@ -112,6 +130,9 @@ class Method:
     labels: int | None = None
     balances: bool | None = None
     teacher: SecondModel | None = None
+    value_model: SecondModel | None = None
+    reward_model: SecondModel | None = None
+    ppo: Ppo | None = None
     divergence: Divergence | None = None
     trainer: DistillingTrainer | None = None
     embedding: Embedding | None = None

@@ -21,7 +21,7 @@ from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
 from memplan.library.lookup.model_lookup import released_keys
 from memplan.model.model import Model
-from memplan.plan.jobs.forms_by_regime import refuse_unlearned
+from memplan.plan.jobs.unmodelled_jobs import refuse_unlearned
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
@@ -250,9 +250,9 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
     keys = {} if own else released_keys(model, subject.catalog)
     try:
         card_bytes = device.gpu.cuda_total_bytes if device else 0
-        second = None if setup.teacher is None else released_keys(setup.teacher.given, subject.catalog)
+        seconds = {role: released_keys(given, subject.catalog) for role, given in setup.beside.items()}
         inputs = StackInputs(
-            model, keys, setup, capability, details_of(setup), card_bytes=card_bytes, teacher_keys=second
+            model, keys, setup, capability, details_of(setup), card_bytes=card_bytes, second_keys=seconds
         )
         return stack_trace(setup.stack.name, inputs)
     except CannotAnswerError:

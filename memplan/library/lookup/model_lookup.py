@@ -19,7 +19,7 @@ from memplan.model.families import model_spec, with_towers
 from memplan.model.model import Model
 from memplan.model.readers import read_model
 from memplan.model.spec import Attention, Mlp, ModelSpec
-from memplan.training.second_models import TEACHER
+from memplan.training.second_models import REWARD, TEACHER, VALUES
 
 KEYS = {
     "layers": "num_hidden_layers",
@@ -94,8 +94,13 @@ def models_beside(method: Method, catalog: Catalog) -> Mapping[str, Model]:
     Raises:
         MemplanError: No model has the name, or its file cannot be read.
     """
-    given = method.teacher
-    return {} if given is None or not given.model else {TEACHER: find_model(given.model, Shapes(), catalog)}
+    values = method.value_model or method.reward_model  # which values begin as where nothing says another
+    named = {TEACHER: method.teacher, VALUES: values, REWARD: method.reward_model}
+    return {
+        role: find_model(given.model, Shapes(), catalog)
+        for role, given in named.items()
+        if given is not None and given.model
+    }
 
 
 def built_for(model: Model, positions: int) -> Model:

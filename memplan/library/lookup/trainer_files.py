@@ -21,6 +21,7 @@ from memplan.errors import (
     printable,
 )
 from memplan.library.lookup.unplanned_keys import method_keys, planned_keys, refuse_unplanned, without_keys
+from memplan.training.rules.ppo_rules import BESIDE_VALUES, HAS_TRAINER
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -55,6 +56,10 @@ STAGES = {
 FEW = 3
 """Keys that a message names beside the first."""
 TUNINGS = ("full", "lora", "qlora", "freeze")
+BY_HAND = (
+    f"not read from files; as TRL's PPOTrainer runs it: memplan fit MODEL --stack {HAS_TRAINER} --set method.stage=ppo "
+    "--set method.reward_model.model=NAME"
+)
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
 
 
@@ -218,7 +223,8 @@ def training_document(
     unnamed = job.reading.refusals and not {"stage", "tuning"} <= method.keys()
     if not unnamed and (method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS):
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
-        raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
+        how = BY_HAND if method.get("stage") in BESIDE_VALUES else MODELLED
+        raise CannotAnswerError(f"{text}: {kind} is not modelled; {how}")
     if job.refused:
         _refuse_first(job)
     data = without_keys(job.section("training"), given)

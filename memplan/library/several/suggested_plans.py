@@ -36,6 +36,7 @@ from memplan.solver.search.suggested_settings import Request, Settings, Suggesti
 from memplan.solver.search.timing import rated_gpu
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -202,10 +203,14 @@ def refuse_unsearched_steps(config: TrainingConfig) -> None:
     """Raise for a step of which no search knows what it has, whether for settings or for layouts.
 
     Raises:
-        CannotAnswerError: A compiled step, or one that learns from a teacher.
+        CannotAnswerError: A compiled step, or one beside another model: a teacher, or what PPO trains and is judged by.
     """
     if config.compile != "none":
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
+    if config.method.stage in BESIDE_VALUES:
+        raise CannotAnswerError(
+            "method.stage: suggest does not search settings of ppo yet; memplan fit plans one, and says what would help"
+        )
     if config.method.teacher is not None:
         raise CannotAnswerError(
             "method.teacher: suggest does not search settings beside a teacher yet; memplan fit plans one, and says what would help"

@@ -56,6 +56,11 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     catalog = catalog_of(options.get("catalog"))
     wanted: dict[str, Any] = {**options, "catalog": catalog, "stack": trainer}
     plan = planned(model, **wanted)
+    if beside := plan.memory.setup.beside:
+        stage, named = plan.memory.setup.config.method.stage, " and ".join(f"method.{role}" for role in beside)
+        raise CannotAnswerError(
+            f"method.stage: {stage} is not written to starting files yet, with {named}; plan it with fit"
+        )
     toml = writes.get("form") == "toml"
     name = f"emitted.{'toml' if toml else 'yaml'}"
     text = _text(_keys(plan, str(model), writes), toml=toml)

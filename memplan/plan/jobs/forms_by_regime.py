@@ -1,6 +1,6 @@
 """Closed forms of a job's step, compiled once for each regime of batch and length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,6 +12,9 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.model.routed_experts import routed_to
+from memplan.plan.jobs.policy_forms import PolicyForms
+from memplan.plan.jobs.unmodelled_jobs import refuse_unlearned, refuse_window
+from memplan.step.beside.policy_step import Taped
 from memplan.step.beside.second_forward import cached_sizes, moments_alone, running, states_on_tape
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.columns.cached_passes import cached_pass
@@ -45,7 +48,7 @@ from memplan.step.tapes.linear_forms import (
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
-from memplan.training.second_models import FrozenModel
+from memplan.training.second_models import BesideModel
 from memplan.units import ceil_div
 
 
@@ -57,6 +60,11 @@ class Compiled:
     candidates: tuple[Instant, ...]  # For each instant, the moments that can be its fullest
     # Each candidate's coefficients, all parts together: what a peak by itself needs.
     totals: tuple[tuple[Coefficients, Instant], ...]
+
+
+def _compiled(forms: StepForms, instants: Sequence[Instant]) -> Compiled:
+    candidates = tuple(dominant(instants))
+    return Compiled(forms, candidates, tuple((candidate.form.totals(), candidate) for candidate in candidates))
 
 
 class FormsByRegime:
@@ -73,6 +81,7 @@ class FormsByRegime:
         self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
         self._steps: dict[Regime, StepForms] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
+        self._policy = None if setup.value_model is None else PolicyForms(model, setup, states, _tapes_of)
         self._second = None if setup.teacher is None else SecondForward(setup.teacher, setup.config.padded_rows)
 
     def compiled(self, batch: int, length: int) -> Compiled:
@@ -95,6 +104,8 @@ class FormsByRegime:
             )
         refuse_padded_tokens(self.setup, batch, length)
         length = self._own_length(length)
+        if self._policy is not None:
+            return self._compiled_phase(self._policy, batch, length)
         by_size = self.setup.generates or self._second is not None or merges_columns(self.setup)
         apart = (length if self.setup.evaluates_apart or by_size else 0, batch if by_size else 0)
         key = regime_of(self.own, self.setup, batch, length), *apart
@@ -104,9 +115,15 @@ class FormsByRegime:
             forms = self._with_second(forms, batch, length)
             instants = self._with_evaluation(forms, length) if self.setup.evaluates_apart else forms.candidates
             instants = (*instants, *self._generation(batch, length)) if self.setup.generates else instants
-            candidates = tuple(dominant(instants))
-            totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
-            self._by_regime[key] = Compiled(forms, candidates, totals)
+            self._by_regime[key] = _compiled(forms, instants)
+        return self._by_regime[key]
+
+    def _compiled_phase(self, policy: PolicyForms, batch: int, length: int) -> Compiled:
+        """Return the closed forms of a phase of PPO, which are of one batch and length."""
+        key = regime_of(self.own, self.setup, batch, length), length, batch
+        if key not in self._by_regime:
+            forms = policy.forms(batch, length, lambda rows: self._generation(rows, length))
+            self._by_regime[key] = _compiled(forms, forms.candidates)
         return self._by_regime[key]
 
     def _forms_of_columns(self, regime: Regime, batch: int, length: int) -> StepForms:
@@ -140,7 +157,8 @@ class FormsByRegime:
 
         prompt = max(1, length - self.setup.completion_length)
         evaluated = (self.setup.config.evaluation_batch_size or 0) if self.setup.config.evaluation else 0
-        requested = Completions(max(batch * self.setup.generated_micro_batches, evaluated), prompt, length)
+        rows = batch * (1 if self._policy is not None else self.setup.generated_micro_batches)
+        requested = Completions(max(rows, evaluated), prompt, length)
         # between micro-steps, too, where a step generates the rows of each by itself
         within = self.setup.generates_rows and self.setup.config.gradient_accumulation_steps > 1
         formed = self.states.gradient_bytes if within else 0
@@ -246,7 +264,7 @@ class FormsByRegime:
             answered = self.setup.answer_length or (length if whole else length - 1)
             chunk = min(PIECE_TOKENS, batch * answered)
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
-        answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
+        answer, ranks = self.setup.labelled_length, self.setup.config.parallel.tensor
         images = image_sizes(spec, self.setup)
         rows, more = grown_rows(spec.max_position_embeddings, batch * length), 0
         if profile.loss in TILED:
@@ -262,6 +280,16 @@ class FormsByRegime:
         return with_columns(values, texts.columns, examples, length, min(examples, texts.mini_batch_size or examples))
 
 
+def _tapes_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Callable[[int, int], Taped]:
+    """Return what puts a model of a phase on tape, for so many rows and tokens of each."""
+    forms = FormsByRegime(model, model, replace(setup, value_model=None), states)
+
+    def taped(batch: int, length: int) -> Taped:
+        return Taped(*forms.tapes(regime_of(model, setup, batch, length)), forms.values(batch, length))
+
+    return taped
+
+
 class SecondForward:
     """The forward of a frozen model beside the one that is trained, for any batch and length.
 
@@ -269,7 +297,7 @@ class SecondForward:
         padded_rows: Whether rows have padding, as the trained one's config says it.
     """
 
-    def __init__(self, second: FrozenModel, padded_rows: bool | Literal["multiple"] | None) -> None:
+    def __init__(self, second: BesideModel, padded_rows: bool | Literal["multiple"] | None) -> None:
         self._second = running(second, padded_rows)
         model = self._second.model
         self._forms = FormsByRegime(model, model, self._second.setup, states_on_tape(second))
@@ -293,36 +321,3 @@ class SecondForward:
         except CannotAnswerError as error:
             own = str(error).removeprefix(f"{self._second.setup.name}: ")
             raise CannotAnswerError(f"{self._second.setup.name}: {own}") from error
-
-
-def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
-    """Refuse sequences beyond a window where a stack's code masks them in a way that is not followed.
-
-    Raises:
-        CannotAnswerError: ``length`` is beyond the window.
-
-    Source:
-        ``_sdpa_packed_segments`` and ``_windowed_causal_mask`` in unsloth/utils/attention_dispatch.py (2026.10.9);
-        ``_update_causal_mask`` of transformers' models before 4.53, one mask of floats for all layers.
-    """
-    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended_of(model.spec.architecture).startswith(
-        "repeated"
-    )
-    if differs and 0 < model.spec.window < length:
-        raise CannotAnswerError(
-            f"sequence_length: {length} is beyond the window of {model.spec.window} tokens of {model.spec.name}, whose mask is not "
-            f"modelled for {setup.stack.label}"
-        )
-
-
-def refuse_unlearned(model: Model, length: int) -> None:
-    """Refuse sequences that are longer than a model has learned positions for.
-
-    Raises:
-        InvalidFileError: ``length`` is beyond them.
-    """
-    spec = model.spec
-    if 0 < spec.learned_positions < length:
-        raise InvalidFileError(
-            [f"sequence_length: {length} is beyond the {spec.learned_positions} learned positions of {spec.name}"]
-        )

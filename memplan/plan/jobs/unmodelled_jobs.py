@@ -1,6 +1,6 @@
 """Jobs that no tape describes, refused before one is made."""
 
-from memplan.errors import CannotAnswerError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import MixtureOfExperts
@@ -206,4 +206,37 @@ def refuse_whole_load(model: Model, setup: TrainingSetup, usable_bytes: int) -> 
         raise CannotAnswerError(
             f"{setup.name}: stack: {setup.stack.label} loads all of {model.spec.name} in fp32 on each GPU before it is sharded, "
             f"{format_bytes(whole)}, which is more than the {format_bytes(usable_bytes)} that are usable; loading by its init_config is not modelled"
+        )
+
+
+def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
+    """Refuse sequences beyond a window where a stack's code masks them in a way that is not followed.
+
+    Raises:
+        CannotAnswerError: ``length`` is beyond the window.
+
+    Source:
+        ``_sdpa_packed_segments`` and ``_windowed_causal_mask`` in unsloth/utils/attention_dispatch.py (2026.10.9);
+        ``_update_causal_mask`` of transformers' models before 4.53, one mask of floats for all layers.
+    """
+    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended_of(model.spec.architecture).startswith(
+        "repeated"
+    )
+    if differs and 0 < model.spec.window < length:
+        raise CannotAnswerError(
+            f"sequence_length: {length} is beyond the window of {model.spec.window} tokens of {model.spec.name}, whose mask is not "
+            f"modelled for {setup.stack.label}"
+        )
+
+
+def refuse_unlearned(model: Model, length: int) -> None:
+    """Refuse sequences that are longer than a model has learned positions for.
+
+    Raises:
+        InvalidFileError: ``length`` is beyond them.
+    """
+    spec = model.spec
+    if 0 < spec.learned_positions < length:
+        raise InvalidFileError(
+            [f"sequence_length: {length} is beyond the {spec.learned_positions} learned positions of {spec.name}"]
         )

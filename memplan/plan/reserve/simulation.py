@@ -56,6 +56,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "several forwards of one backward, or of a cached loss, are not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
+    if plan.setup.value_model is not None:
+        return "a phase of ppo is not told as events"
     if plan.setup.teacher is not None:
         return "what a teacher's forward has is not told as events"
     if config.compile != "none":

@@ -102,10 +102,12 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
 
 
 def _stage(plan: MemoryPlan) -> str:
-    """Return what a step learns from where it is not plain rows, with the teacher that is on the card too."""
+    """Return what a step learns from where it is not plain rows, with a teacher, or a model of values, that is on the card too."""
     stage, teacher = plan.setup.config.method.stage, plan.setup.teacher
     if teacher is not None:
         return f"{stage} from {teacher.model.spec.name}"
+    if plan.setup.value_model is not None:
+        return f"{stage} beside {plan.setup.value_model.model.spec.name}"
     return stage if stage != "sft" else ""
 
 

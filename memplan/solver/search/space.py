@@ -19,10 +19,11 @@ from memplan.catalog.training_config import (
     Place,
     TrainingConfig,
 )
+from memplan.catalog.update_classes import is_bundled
 from memplan.documents.frozen_values import dataclass
 from memplan.solver.search.cluster import Cluster
 from memplan.step.states.update_algorithms import depends_on_kernel
-from memplan.training.resolved import FLOAT_BYTES, is_bundled
+from memplan.training.resolved import FLOAT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

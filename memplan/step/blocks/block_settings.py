@@ -91,6 +91,7 @@ class BlockSettings:
     cache: Cache  # How keys and values are returned
     cache_stays: bool  # Whether the loop has a name for them until the next forward is done
     sees_all: bool  # Whether tokens see those behind them too, so that scores get a mask for padding alone
+    names_hidden: bool  # Whether it has one for what each layer is given, too
     flash_attn: bool  # Whether attention is run by the package flash-attn, whatever its window or soft cap
 
     @property
@@ -132,6 +133,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
         cache_stays="logits" in setup.stack.loop.holds,
+        names_hidden=setup.names_hidden and "logits" in setup.stack.loop.holds,
         cache=_cache(spec, setup),
         sees_all=spec.encoder is not None,
         flash_attn=setup.runs_flash_attn,

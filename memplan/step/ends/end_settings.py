@@ -51,7 +51,7 @@ class EndSettings:
     metrics: Metrics = "none"  # What a loss's metrics copy of whole logits
     pairs: PairKernel | None = None  # How a loss over pairs looks at whole logits, where it has no reference model
     compiled_loss: bool = False  # Whether torch compiles the loss by itself
-    # What distillation compares whole logits with a teacher's by, and what that returns besides (``FrozenModel.cached``).
+    # What distillation compares whole logits with a teacher's by, and what that returns besides (``BesideModel.cached``).
     divergence: Divergence | None = None
     cached: tuple[tuple[int, int], ...] = ()
     compared: tuple[int, int] = (0, 0)  # Width of a teacher's hidden states, and bytes of an element of them
@@ -111,7 +111,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         bounded_stretches=bool(spec.final_logit_softcap) and not setup.stack.models.uncapped_stretches,
         scaled_logits=bool(spec.logit_scale),
-        loss="bf16" if setup.scores or narrow else setup.profile.loss,
+        loss="bf16" if (setup.scores and setup.profile.loss != "values") or narrow else setup.profile.loss,
         narrow_loss=narrow,
         names_logits=setup.stack.loop.loss in ("model", "named"),
         loss_behind=setup.stack.loop.loss == "named",

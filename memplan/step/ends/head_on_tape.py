@@ -20,6 +20,7 @@ from memplan.step.losses.cross_entropy import (
 )
 from memplan.step.losses.divergence_loss import tiled_divergence, whole_divergence
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
+from memplan.step.losses.policy_loss import COMPARED, OF_A_PHASE, phase_loss
 from memplan.step.losses.preference_loss import (
     answered,
     last_score,
@@ -47,14 +48,9 @@ MOST_ENDS = 128  # Kinds of ends that are remembered, as many as of layers
 FUSED_LOSSES = ("fused-head", "fused-divergence", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
 
-COMPARED = ("log-probabilities", "divergence", "logits")
-"""Losses that a trainer forms of whole logits when the model's forward has ended, and those logits alone."""
+NAMED = ((Quantity.TOKENS, 0),)  # For what names stand until the norm is done, where layers are given nothing besides
 
-NAMED = ((Quantity.TOKENS, 0),)
-"""Stands for what a model has names for until its norm is done, where its layers are given nothing besides."""
-
-Named = tuple[tuple[str, Weight], ...]
-"""Parameters by name."""
+Named = tuple[tuple[str, Weight], ...]  # Parameters by name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +108,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         whole = Value(NO_STORAGE, Quantity.TOKENS, 4 * settings.vocab_size, 4)
         return Head(Section(builder.tape, entry, loss), normed, own, None, whole, tuple(stretches))
     loss, logits = _whole_logits(builder, settings, entry, normed)
-    return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
+    return Head(Section(builder.tape, entry, loss), normed, own, None, None if block.names_hidden else logits)
 
 
 def _alone(settings: EndSettings) -> bool:
@@ -172,6 +168,8 @@ def evaluated_head(settings: EndSettings, weights: Named, element_bytes: int, *,
         logits = _logits(builder, settings, answered(builder, normed, some=settings.answers))
         if settings.loss not in COMPARED and loss_inside:
             return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
+    if settings.loss in OF_A_PHASE:
+        return Section(builder.tape, entry, logits)
     if settings.loss not in COMPARED:
         builder.tape.ends(entry)
         return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
@@ -181,6 +179,8 @@ def evaluated_head(settings: EndSettings, weights: Named, element_bytes: int, *,
 def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
     """Record a loss that compares whole logits, which the loop has a name for in fp32; return it, or logits that another model's are compared with."""
     builder.tape.leaves_region()
+    if settings.loss in OF_A_PHASE:
+        return phase_loss(builder, logits, settings.loss)
     wide = builder.cast(logits, 4) if settings.loss == "log-probabilities" or settings.block.autocast else logits
     if settings.loss == "logits":
         return wide
@@ -216,6 +216,7 @@ def _final_norm(
     entry = builder.tape.given(block.stream, block.hidden_size, element_bytes, needs_gradient)
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+    builder.tape.stays(*([normed] if block.names_hidden else []))
     if block.code.caps_hidden:
         with builder.tape.alive(normed):
             # ``TanhSoftCapping`` in torchtune/models/gemma2/_component_builders.py (0.6.1).

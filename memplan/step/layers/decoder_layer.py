@@ -66,6 +66,7 @@ def layer_section(
     given = builder.tape.part_of if staged is not None and staged.is_view else builder.tape.given
     entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
+    builder.tape.stays(*([entry] if settings.names_hidden else []))
     output = layer_output(builder, entry, layer, receive(builder, handed, layer))
     builder.tape.touch(*builder.named_values)
     builder.tape.region_stays = staged is not None and not staged.is_view and not staged.hooked
@@ -83,8 +84,7 @@ def layer_section(
 
 def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = None) -> Value:
     """Return the residual stream after a layer, which may be given an embedding of its ``own``."""
-    code = builder.settings.code
-    normed = _norms(builder, layer)
+    code, normed = builder.settings.code, _norms(builder, layer)
     if code.window_masks and isinstance(layer.attention, Attention) and layer.attention.windowed:
         builder.named_values += window_masks(builder)
 

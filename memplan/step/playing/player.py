@@ -66,8 +66,9 @@ class Player:
         cached = self._cached() if saves and self.to_recompute else ()
         if self.entry is not None and saves and not self.tape.waits:
             self.live.retain(self.entry.storage)
-        called_with = self.tape.called_with if cached else ()
-        instant = "forward"
+        returned = self.tape.cached if self.tape.cache_stays and (graph or not saves) else set()
+        self.live.retain_all(sorted(named & returned))
+        called_with, instant = self.tape.called_with if cached else (), "forward"
         for index, operation in enumerate(self.tape.operations):
             if index == self.tape.region_end:
                 self.live.release_all(named & self.tape.regional)
@@ -85,8 +86,7 @@ class Player:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
                 self.live.retain_all([own for own in operation.makes if own in called_with])
-            if self.tape.cache_stays and (graph or not saves):  # the model returns it
-                self.live.retain_all([own for own in operation.makes if own in self.tape.cached])
+            self.live.retain_all([own for own in operation.makes if own in returned])
             self._forget(named, unnamed_after.get(index, ()))
             self.end(operation, "forward")
         self.live.release_all(named - self.tape.regional)

@@ -190,6 +190,11 @@ class Tape:
             self.last_use[value.storage] = max(len(self.operations) - 1, 0)
             self.given_until.add(value.storage)
 
+    def stays(self, *values: Value) -> None:
+        """Note that the loop has names for what was given, or made, as long as for what the model returns."""
+        self.cached.update(value.storage for value in values)
+        self.cache_stays = self.cache_stays or bool(values)
+
     def leaves_region(self) -> None:
         """Note that a region of autocast ends with the operation recorded last: what it has cast goes."""
         self.region_end = len(self.operations)

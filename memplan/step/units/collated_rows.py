@@ -3,6 +3,7 @@
 from memplan.model.spec import ModelSpec
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.distillation_rules import DISTILLED
 
 ROW_NUMBER_BYTES = 4
 """Of a token of joined rows: which of them it is in (``seq_idx`` in trl/trainer/sft_trainer.py, 1.16.0)."""
@@ -18,6 +19,18 @@ trl/experimental/utils.py, 1.16.0)."""
 
 PROMPT_BYTES = 2 * 8
 """Of a token of a prompt: its number and mask, which that collator has by themselves."""
+
+
+def keeps_old_log_probabilities(setup: TrainingSetup) -> bool:
+    """Return whether the log-probabilities that completions were generated with are computed beforehand.
+
+    Source:
+        ``_generate_and_score_completions`` in trl/trainer/grpo_trainer.py (1.16.0): where steps and generations are
+        not aligned, and always where an engine generates; a teacher is asked of them in the step itself.
+    """
+    every = setup.generated_micro_batches * setup.rollout.iterations
+    apart = setup.rollout.engine != "transformers" or setup.config.gradient_accumulation_steps % every != 0
+    return apart and setup.config.method.stage not in DISTILLED
 
 
 def prompt_rows(setup: TrainingSetup, micro_steps: int) -> Form:
@@ -76,7 +89,7 @@ def generated_rows(setup: TrainingSetup) -> Form:
     """
     together = setup.generated_micro_batches
     engine, compared = setup.rollout.engine != "transformers", setup.config.method.reference_model != "none"
-    logs = 4 * (setup.keeps_old_log_probabilities + engine + compared)  # an engine tells those that it sampled by
+    logs = 4 * (keeps_old_log_probabilities(setup) + engine + compared)  # an engine tells those that it sampled by
     logs = 0 if setup.teacher is not None else logs
     rows = single_form(Part.ACTIVATIONS, Quantity.TOKENS, (ID_BYTES + MASK_BYTES) * together)
     return rows + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, logs * together)

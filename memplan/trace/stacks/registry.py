@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,21 +67,19 @@ class StackInputs:
     details: StackDetails = StackDetails()  # What the setup does not say
     device: str = "meta"  # What it runs on: ``meta`` in a trace, else a device on which it really trains
     card_bytes: int = 0  # Memory of the card, by which some code chooses; 0 where nothing says which card it is
-    teacher_keys: Mapping[str, Any] | None = None  # Those of the teacher's ``config.json``, where there is one
+    # Those of the ``config.json`` of each model of its own beside the one that is trained, by what it is.
+    second_keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_traced(self) -> bool:
         """Whether tensors have no memory."""
         return self.device == "meta"
 
-    @property
-    def of_teacher(self) -> StackInputs:
-        """The same for the teacher, which is loaded as any model is."""
-        second = self.setup.teacher
-        assert second is not None
-        assert self.teacher_keys is not None
+    def beside(self, role: str) -> StackInputs:
+        """Return the same for a model beside the one that is trained, which is loaded as any model is."""
+        second = self.setup.seconds[role]
         setup = as_it_runs(second.setup)
-        return replace(self, model=second.model, keys=self.teacher_keys, setup=setup, details=details_of(setup))
+        return replace(self, model=second.model, keys=self.second_keys[role], setup=setup, details=details_of(setup))
 
 
 class StackProgram(Protocol):

@@ -16,6 +16,7 @@ from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_problems
 from memplan.training.rules.image_rules import image_problems, out_of_range
 from memplan.training.rules.method_rules import method_problems
+from memplan.training.rules.ppo_rules import ppo_problems
 from memplan.training.rules.stack_defaults import MATRIX_ROLES, filled, format_name
 from memplan.training.rules.stack_rules import kernel_profile, never_run, stack_problems
 from memplan.units import parse_bytes
@@ -163,6 +164,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
         yield from _layer_problems(whole, stack)
         yield from method_problems(whole, stack)
         yield from teacher_problems(whole, format_name(whole, "hidden_matrix"))
+        yield from ppo_problems(whole, format_name(whole, "hidden_matrix"))
         hidden = format_name(config, "hidden_matrix")
         yield from never_run(whole, stack, catalog.formats.name_of(hidden) if hidden in catalog.formats else hidden)
     yield from parallel_problems(config.parallel)

@@ -37,6 +37,7 @@ from memplan.training.rules.method_rules import (
     with_method_rules,
     with_outputs,
 )
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
 from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name, wide_optimizer
 from memplan.training.rules.stack_rules import (
     activation_refusals,
@@ -47,10 +48,14 @@ from memplan.training.rules.stack_rules import (
 )
 from memplan.training.second_models import (
     DEFAULT_DTYPE,
+    REWARD,
     TEACHER,
-    FrozenModel,
+    VALUES,
+    BesideModel,
     as_called,
     second_config,
+    trained_config,
+    with_seconds,
     without_dropout,
 )
 from memplan.training.stack_models import built_by, with_model_built
@@ -72,7 +77,7 @@ def resolve(
         config: Read from a file, with overrides applied.
         name: What messages call the config.
         where: Turns a path of keys into ``file:line: key`` for messages.
-        beside: Models of their own that the config names, as they were looked up: its ``teacher``.
+        beside: Models of their own that the config names, as they were looked up, by what they are.
 
     Raises:
         InvalidFileError: Every unknown name, impossible number and contradiction at once.
@@ -82,8 +87,12 @@ def resolve(
     if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
     setup = _setup(_filled(config, catalog), catalog, name, place)
-    config, given = setup.config, setup.config.method.teacher
-    return setup if given is None else replace(setup, teacher=_frozen(config, given, TEACHER, catalog, beside or {}))
+    config, method = setup.config, setup.config.method
+    named = {TEACHER: method.teacher, VALUES: method.value_model, REWARD: method.reward_model}
+    seconds = {
+        role: _second(config, given, role, catalog, beside or {}) for role, given in named.items() if given is not None
+    }
+    return with_seconds(setup, seconds)
 
 
 def _setup(
@@ -131,10 +140,10 @@ def _setup(
     )
 
 
-def _frozen(
+def _second(
     config: TrainingConfig, given: SecondModel, role: str, catalog: Catalog, beside: Mapping[str, Model]
-) -> FrozenModel:
-    """Return a frozen model that a config names beside the one that it trains.
+) -> BesideModel:
+    """Return a model that a config names beside the one that it trains.
 
     Raises:
         CannotAnswerError: Nobody has looked it up, or it does not run so.
@@ -145,14 +154,16 @@ def _frozen(
     if given.weights in FLOAT_BYTES and given.weights != dtype:
         told = f"a {role} that is not quantised is loaded in one dtype; use method.{role}.dtype: {given.weights} in its place"
         raise InvalidFileError([f"method.{role}.weights: {told}"])
-    if dtype not in ("fp32", compute) and not on_policy(config.method):
+    own_precision = on_policy(config.method) or config.method.stage in BESIDE_VALUES
+    if dtype not in ("fp32", compute) and not own_precision:
         narrow = "fp32" if compute == "fp32" else f"{compute}, or fp32"
         raise CannotAnswerError(
             f"method.{role}.dtype: {dtype} beside products in {compute} is not modelled; use {narrow}"
         )
-    setup = as_called(resolve(second_config(config, given), catalog, f"method.{role}"), config.method)
+    own = trained_config(config, given) if role == VALUES else second_config(config, given)
+    setup = as_called(resolve(own, catalog, f"method.{role}"), config.method)
     model = built_by(beside[role], setup)
-    return FrozenModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))
+    return BesideModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))
 
 
 def _whole(formats: Mapping[Role, str], catalog: Catalog) -> set[str]:

@@ -29,6 +29,9 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
         "balances",
         "embedding",
         "teacher",
+        "value_model",
+        "reward_model",
+        "ppo",
         "divergence",
         "trainer",
     )  # what some methods alone have

@@ -22,6 +22,14 @@ from memplan.training.rules.distillation_rules import (
 )
 from memplan.training.rules.embedding_rules import embedding_problems, embedding_refusals
 from memplan.training.rules.image_rules import out_of_range
+from memplan.training.rules.ppo_rules import (
+    BESIDE_VALUES,
+    HAS_TRAINER,
+    POLICY_LOSS,
+    as_policy_runs,
+    ppo_refusals,
+    with_phase,
+)
 from memplan.training.rules.stack_rules import FLOATS, beside_codes
 
 Path = tuple[str, ...]
@@ -51,6 +59,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, rollout=Rollout())
     if method.stage in DISTILLED:
         method = with_teacher(method)
+    if method.stage in BESIDE_VALUES:
+        method = with_phase(method)
     if method.stage == "classification" and method.labels is None:
         method = replace(method, labels=DEFAULT_LABELS)
     if method.stage == "embedding":
@@ -59,7 +69,7 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
     if method.reference_model is not None:
         return method
     own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
-    return replace(method, reference_model=own if method.stage in REFERRED else "none")
+    return replace(method, reference_model=own if method.stage in REFERRED | BESIDE_VALUES else "none")
 
 
 def _merges(texts: Embedding) -> bool:
@@ -74,6 +84,8 @@ def _merges(texts: Embedding) -> bool:
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
     """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
+    if config.method.stage in BESIDE_VALUES:
+        return replace(profile, loss=POLICY_LOSS)
     if config.method.stage in DISTILLED and config.method.trainer is not None:
         return replace(profile, loss=LOSSES[config.method.trainer])
     return replace(profile, loss="log-probabilities") if _compares_whole(config, stack) else profile
@@ -123,9 +135,12 @@ def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageForma
         ``ORPOTrainer.__init__`` and ``peft_module_casting_to_bf16`` in trl/experimental (1.16.0), ``SFTTrainer.__init__`` in
         trl/trainer/sft_trainer.py (0.9.6): norms alone stay in fp32 beside weights of four bits under bf16.
     """
-    if config.method.stage in GENERATING or on_policy(config.method):
+    own_precision = on_policy(config.method) or config.method.stage in BESIDE_VALUES
+    if config.method.stage in GENERATING or own_precision:
         stack = replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
-        return outside_autocast(stack) if on_policy(config.method) else stack
+        if config.method.stage in BESIDE_VALUES:
+            return as_policy_runs(stack)
+        return outside_autocast(stack) if own_precision else stack
     own = stack.pair_kbit_floats if config.method.stage in UNREFERRED else None
     floats = own or stack.kbit_floats
     alike = floats == "fp32-norms" and (hidden.product == "integers" or config.compute_dtype != "bf16")
@@ -140,7 +155,7 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
     """
     method = config.method
     path = ("method", "reference_model")
-    if method.stage not in REFERRED | GENERATING and method.reference_model != "none":
+    if method.stage not in REFERRED | GENERATING | BESIDE_VALUES and method.reference_model != "none":
         yield path, f"{method.stage} has no reference model; leave it out"
     if method.rollout is not None:
         yield from _rollout_problems(config, method.rollout)
@@ -150,7 +165,7 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         yield ("method", "labels"), f"{method.stage} has no classes; leave it out"
     else:
         yield from out_of_range(method, ("method",), ("labels",), MOST_LABELS)
-    if method.stage in REFERRED and method.reference_model == "none":
+    if method.stage in REFERRED | BESIDE_VALUES and method.reference_model == "none":
         yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
     if method.chosen_nll is not None and method.stage not in UNREFERRED:
         yield ("method", "chosen_nll"), f"{method.stage} has no such second loss; leave it out"
@@ -168,7 +183,7 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
 def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
     """Yield what a config says of generated completions that cannot be."""
     path, stage = ("method", "rollout"), config.method.stage
-    if stage not in GENERATING | DISTILLED:
+    if stage not in GENERATING | DISTILLED | BESIDE_VALUES:
         yield path, f"{stage} generates nothing; leave it out"
     if config.method.reference_model == "precomputed":
         yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
@@ -177,7 +192,7 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
     yield from out_of_range(rollout, path, ("micro_batches", "iterations"), 2**20)
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
-    for key in ("micro_batches", "iterations") if stage in DISTILLED else ():
+    for key in ("micro_batches", "iterations") if stage in DISTILLED | BESIDE_VALUES else ():
         together = key == "micro_batches" and on_policy(config.method)
         if getattr(rollout, key) not in ((None,) if together else (None, 1)):
             rows = "all micro-batches together" if on_policy(config.method) else "each micro-batch by themselves"
@@ -204,6 +219,8 @@ def _beside_values(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path,
 
 def _another_way(stage: str, stack: Stack, catalog: Catalog) -> str:
     """Return the stack that runs a stage which this one does not, or nothing."""
+    if stage in BESIDE_VALUES:
+        return f"; as TRL's PPOTrainer runs it, which versions up to 1.12 have: --stack {HAS_TRAINER}"
     if (stack.model_code == "transformers" or stack.name == DEFAULT_STACK) and stage in catalog.stack("trl").stages:
         who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
         return f"; {who}: --stack trl"
@@ -228,12 +245,17 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         yield ("adapter", "kind"), text
     if stage == "reward" and stack.loop.value_head:
         yield from _beside_values(config, stack)
-    comparison, reference = _comparison_refusals(config, stack, catalog), _reference_refusals(config, stack, hidden)
+    comparison, reference = (
+        _comparison_refusals(config, stack, catalog, hidden),
+        _reference_refusals(config, stack, hidden),
+    )
     rest = (reference, _run_refusals(config, stack), embedding_refusals(config, stack))
     yield from islice(chain(comparison, *rest), 1)
 
 
-def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+def _comparison_refusals(
+    config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str
+) -> Iterator[tuple[Path, str]]:
     """Yield a stage that a stack does not run, or losses that it does not take."""
     stage = config.method.stage
     if stage not in stack.stages:
@@ -241,6 +263,8 @@ def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog)
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}"
     elif stage in DISTILLED:
         yield from distillation_refusals(config, stack)
+    elif stage in BESIDE_VALUES:
+        yield from ppo_refusals(config, hidden)
     elif _compares_whole(config, stack) and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""

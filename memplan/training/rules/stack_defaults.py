@@ -9,6 +9,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Allocator, Checkpointing, Offload, TrainingConfig
 from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
 from memplan.training.rules.stack_rules import (
     FLOATS,
     Floats,
@@ -39,13 +40,19 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         config,
         method=with_reference(config, stack),
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
-        clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
+        clip_gradients=_clips(config, stack),
         zero_gradients=config.zero_gradients or ("fill" if _captured(config, stack) else "free"),
         allocator=config.allocator or default_allocator(config, stack),
         adapter=adapter,
         images=_images(config, stack),
         offload=_offload(config, stack, hidden),
     )
+
+
+def _clips(config: TrainingConfig, stack: Stack) -> bool:
+    """Return whether gradients are clipped, which PPO's own loop never does."""
+    own = stack.clip_gradients and config.method.stage not in BESIDE_VALUES
+    return own if config.clip_gradients is None else config.clip_gradients
 
 
 def default_allocator(config: TrainingConfig, stack: Stack) -> Allocator:
@@ -78,6 +85,8 @@ def _images(config: TrainingConfig, stack: Stack) -> Images:
 def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:
     """Return how a stack checkpoints activations where a config does not say."""
     rules = stack.checkpointing
+    if config.method.stage in BESIDE_VALUES:
+        return "none"  # its own loop switches none on
     return rules.default_quantised if beside_codes(config, hidden) else rules.default
 
 

@@ -77,8 +77,8 @@ def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
     model, setup = stack_setup(job, catalog)
     card_bytes = catalog.gpus[GPU].cuda_total_bytes
     details = replace(details_of(setup), rank=job.rank)
-    keys = None if job.job.teacher is None else _keys(job.job.teacher)
-    return StackInputs(model, _keys(job.job.model), setup, job.card, details, card_bytes=card_bytes, teacher_keys=keys)
+    keys = {role: _keys(values) for role, values in job.job.seconds.items()}
+    return StackInputs(model, _keys(job.job.model), setup, job.card, details, card_bytes=card_bytes, second_keys=keys)
 
 
 def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trace:

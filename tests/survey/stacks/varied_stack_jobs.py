@@ -8,8 +8,10 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.training.rules.distillation_rules import DISTILLED
 from memplan.training.rules.method_rules import GENERATING, REFERRED
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
 from tests.survey.drawn_jobs import Job
 from tests.survey.drawn_models import IMAGE_FAMILIES, encoder_model, image_model
+from tests.survey.stacks.drawn_policies import policy_job
 from tests.survey.stacks.drawn_stack_jobs import CARDS, LLAMA_LIKE, StackJob
 
 PARTITIONED = 3
@@ -28,6 +30,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     stage = rng.choice(stages)
     own = "adapter-off" if "adapter" in training else "resident"
     training["method"] = {"stage": stage}
+    if stage in BESIDE_VALUES:
+        return policy_job(rng, job, training)
     if stage in REFERRED:
         training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
     if stage in GENERATING:
@@ -311,8 +315,9 @@ def at_version(job: StackJob, version: str) -> StackJob:
     training = {**job.job.training, "stack": f"{job.stack}@{version}"}
     if job.stack == "torchtitan":
         training["kernels"] = {key: value for key, value in training.get("kernels", {}).items() if key != "attention"}
-    if rollout := training.get("method", {}).get("rollout"):
-        training["method"] = {**training["method"], "rollout": {**rollout, "engine": "vllm"}}
+    method = training.get("method", {})
+    if (rollout := method.get("rollout")) and method["stage"] not in BESIDE_VALUES:
+        training["method"] = {**method, "rollout": {**rollout, "engine": "vllm"}}
     return replace(job, job=Job(job.job.model, training))
 
 

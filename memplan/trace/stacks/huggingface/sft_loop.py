@@ -56,6 +56,8 @@ from memplan.trace.stacks.trl_kernels import (
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.distillation_rules import DISTILLED, on_policy
 from memplan.training.rules.method_rules import GENERATING, REFERRED
+from memplan.training.rules.ppo_rules import BESIDE_VALUES
+from memplan.training.second_models import TEACHER
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
@@ -67,6 +69,8 @@ TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo"
 PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
 """Stage -> what the trainer and its arguments in ``trl.experimental`` are named by."""
 
+OWN_LOOP = {"ppo": "PPO"}
+"""The same of those whose loop is their own."""
 
 TAUGHT = {"gkd": "GKD", "distillation": "Distillation"}
 """The same of what runs a distillation, of which the first is in ``trl.experimental``."""
@@ -74,7 +78,7 @@ TAUGHT = {"gkd": "GKD", "distillation": "Distillation"}
 
 def trainer_of(method: Method) -> tuple[Any, Any]:
     """Return a method's trainer, and that one's arguments."""
-    name = TAUGHT[method.trainer] if method.trainer is not None else {**TRAINERS, **PAIRS}[method.stage]
+    name = TAUGHT[method.trainer] if method.trainer is not None else {**TRAINERS, **PAIRS, **OWN_LOOP}[method.stage]
     core = method.stage in TRAINERS or on_policy(method)
     module = trl if core else import_module(f"trl.experimental.{name.lower()}")
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
@@ -83,6 +87,11 @@ def trainer_of(method: Method) -> tuple[Any, Any]:
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run the trainer of the setup's stage on the model that the inputs ask for."""
     with machine_of(inputs):
+        if inputs.setup.config.method.stage in BESIDE_VALUES:
+            trainer = trainer_of(inputs.setup.config.method)
+            loop: Any = import_module("memplan.trace.stacks.own_trainers.ppo_loop")
+            ran: StackRun = loop.run_ppo(*trainer, inputs, _tokenizer(trainer[0])["processing_class"], recorder)
+            return ran
         return run_on(loaded_model, inputs, recorder)
 
 
@@ -140,7 +149,7 @@ def _given_beside(load: Callable[[StackInputs], Any], inputs: StackInputs) -> di
     if method.stage in GENERATING:
         return {"reward_funcs": len}
     if method.stage in DISTILLED:
-        return {"teacher_model": load(inputs.of_teacher).eval()}
+        return {"teacher_model": load(inputs.beside(TEACHER)).eval()}
     referred = method.reference_model == "resident" and method.stage in REFERRED
     return {"ref_model": load(inputs).eval()} if referred else {}
 

@@ -238,7 +238,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     in_its_precision(trainer, setup)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.add_callback(_Instants(recorder, trainer))
-    _announce(trainer.accelerator, "backward", lambda: _backward_begins(recorder))
+    _announce(trainer.accelerator, "backward", lambda: backward_begins(recorder))
     own = hasattr(trainer, "_clip_grad_norm")  # transformers 5.0 has the accelerator clip
     clips = (trainer, "_clip_grad_norm") if own else (trainer.accelerator, "clip_grad_norm_")
     _announce(*clips, lambda: recorder.instant("gradient clipping"))
@@ -261,12 +261,13 @@ def _announce(owner: Any, name: str, announce: Callable[[], None]) -> None:
     setattr(owner, name, announced)
 
 
-def _backward_begins(recorder: Recorder) -> None:
+def backward_begins(recorder: Recorder) -> None:
+    """Tell a recorder that forward ends, and that the loss runs backward."""
     recorder.forward_ends()
     recorder.instant("loss backward", backward=True, later=recorder.now == LATER_MICRO_STEP)
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """Return the optimizer that accelerate, and DeepSpeed inside of that, have wrapped."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -286,7 +287,7 @@ class _Instants(transformers.TrainerCallback):  # type: ignore[misc]
             mark_weights(second, self.recorder)
         if self.trainer.is_deepspeed_enabled:
             record_engine(self.trainer, self.recorder)
-        self._hear_steps(_innermost(objects["optimizer"]), objects["model"])
+        self._hear_steps(innermost(objects["optimizer"]), objects["model"])
 
     def _second_models(self) -> list[Any]:
         """Return the models of its own that the trainer has beside the one that it trains."""
@@ -327,7 +328,7 @@ class _Instants(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
-        watch_states(_innermost(objects["optimizer"]), self.recorder)
+        watch_states(innermost(objects["optimizer"]), self.recorder)
         mark_weights(objects["model"], self.recorder)
         for second in self._second_models():
             mark_weights(second, self.recorder)  # what its own engine of DeepSpeed has gathered for good since
