@@ -8,6 +8,7 @@ from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
+from memplan.step.losses.logit_metrics import WholeLogits
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.playing.section import Section
@@ -29,9 +30,6 @@ from memplan.training.adapters import REFERENCE
 STATISTICS_BYTES = 4 + 4 + 4 + 1
 """What a loss over preferences still has names for beside labels: log-probability, entropy, mean of logits and whether the
 target came first (``FusedCausalLMOutput`` in trl/trainer/utils.py, 1.16.0)."""
-
-ENTROPY_BYTES = 4
-"""Of a token: its entropy."""
 
 EVALUATION = "evaluation"
 """The instant of a forward that evaluates."""
@@ -55,12 +53,12 @@ def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) 
     """
     if inputs.setup.names_hidden:
         return  # all is compared that has been generated, before the first step of a phase
-    named = around + _named_logits(inputs, taped, graph=True)
+    named = around + _whole_logits(inputs, taped).named(graph=True)
     if inputs.setup.config.method.stage == "kto" and taped.settings.metrics == "softmax":
         yield from _mismatched_forwards(inputs, taped, named, "forward")
     else:
         yield from _reference_forward(inputs, taped, named, "forward")
-    for form in _metrics(inputs, taped, around, graph=True):
+    for form in _whole_logits(inputs, taped).measured(around, graph=True):
         yield Instant("forward", "metrics", form)
 
 
@@ -88,11 +86,11 @@ def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     )
     taped = evaluated_model(inputs, taped)
     yield from forward_alone(inputs, taped, around, EVALUATION, forward_arguments(inputs))
-    if named := _named_logits(inputs, taped, graph=False):
+    if named := _whole_logits(inputs, taped).named(graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
     if inputs.setup.teacher is not None:
         yield Instant(EVALUATION, PLACE, around + _compared(inputs, taped))
-    for form in _metrics(inputs, taped, around, graph=False):
+    for form in _whole_logits(inputs, taped).measured(around, graph=False):
         yield Instant(EVALUATION, "metrics", form)
 
 
@@ -123,7 +121,7 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     arguments = forward_arguments(inputs)
     several = 1 if together > 1 else 0
     if setup.copies_logits:  # the last ones keep their name until the next are there
-        last = _logits(taped, Quantity.ANSWER_TOKENS) * several
+        last = _whole_logits(inputs, taped).form(Quantity.ANSWER_TOKENS) * several
         cast = single_form(Part.LOGITS, Quantity.ANSWERED_TOKENS, (4 + setup.compute_bytes) * taped.settings.vocab_size)
         yield Instant(GENERATION, "logits of the next rows", around + last + cast)
         scored = around + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * (together - 1))
@@ -169,7 +167,7 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
         around: What the model's forward leaves, with its logits.
     """
     # Source: ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
-    whole, ids = _logits(taped, Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
+    whole, ids = _whole_logits(inputs, taped).form(Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
     yield from forward_alone(inputs, taped, around + ids, name, forward_arguments(inputs))
     yield Instant(name, "logits of desirable and undesirable answers", around + whole)
     yield from _reference_moments(inputs, taped, around + ids, name)
@@ -286,55 +284,9 @@ def _named_embeddings(inputs: StepInputs) -> Form:
     return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions
 
 
-# -------------------------------------------------------------------- whole logits
-def _logits(taped: ModelOnTape, quantity: Quantity) -> Form:
-    """Return whole logits in fp32, which Accelerate casts them to, or those of some of the tokens."""
-    return single_form(Part.LOGITS, quantity, 4 * taped.settings.vocab_size)
-
-
-def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> Form:
-    """Return the logits that a loss over log-probabilities has names for, but for those that its graph keeps."""
-    if inputs.setup.profile.loss != "log-probabilities" or inputs.setup.answer_length:
-        return ZERO
-    whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
-    named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
-    if taped.settings.metrics == "softmax":
-        return whole
-    if taped.settings.metrics in ("entropy", "fused", "rows"):
-        return named if graph else named + whole
-    return named + whole if graph else named + whole + rows
-
-
-def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: bool) -> Iterator[Form]:
-    """Yield what is there while metrics are made of whole logits: copies of these, and a piece for the entropy."""
-    # Source: ``compute_loss`` in trl/trainer/sft_trainer.py (0.19.1, 0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
-    # trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
-    metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
-    if not inputs.setup.copies_logits:
-        return
-    whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
-    piece = _logits(taped, Quantity.CHUNK) * 3
-    if inputs.setup.answer_length:
-        yield around + piece + single_form(Part.TEMPORARIES, Quantity.ANSWER_TOKENS, ENTROPY_BYTES)
-        return
-    copy = ZERO if inputs.regime.one_sequence else rows  # of one row, all but its last token lie in order
-    if compares:
-        around += _named_logits(inputs, taped, graph=graph)
-        if inputs.setup.config.method.reference_model != "precomputed":
-            around += _named_logits(inputs, taped, graph=False)
-        mask = 0 if metrics in ("entropy", "fused") else MASK_BYTES
-        around += single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, mask + ENTROPY_BYTES)
-        if metrics != "fused":
-            yield around + piece + (copy if metrics == "entropy" else ZERO)
-        # logits of the chosen answers, which half of the rows are, and their means; KTO's may all be, and are copied twice
-        vocabulary = taped.settings.vocab_size
-        own = 4 * (2 * vocabulary + 1) if inputs.setup.config.method.stage == "kto" else 2 * (vocabulary + 1)
-        yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, own)
-        return
-    around += whole + single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, ENTROPY_BYTES)
-    if metrics != "accuracy-alone":
-        yield around + piece + (ZERO if metrics == "accuracy" else copy)
-    yield around + (copy * 2 if metrics == "both" else copy)
+def _whole_logits(inputs: StepInputs, taped: ModelOnTape) -> WholeLogits:
+    settings = taped.settings
+    return WholeLogits(inputs.setup, settings.vocab_size, settings.metrics, inputs.regime.one_sequence)
 
 
 def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:

@@ -15,7 +15,7 @@ from memplan.model.tower import TEXTS
 from memplan.training.adapted_ends import headless, untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
-from memplan.training.rules.encoder_rules import encoder_refusals
+from memplan.training.rules.embedding_rules import encoder_refusals
 from memplan.training.rules.frozen_rules import with_frozen
 from memplan.training.wide_roles import with_wide_roles
 from memplan.units import round_up

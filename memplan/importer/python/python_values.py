@@ -33,6 +33,8 @@ from memplan.importer.python.python_words import (
 )
 from memplan.importer.sources.given_keys import Expression
 
+FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, SyntaxError, MemoryError)  # fmt: skip
+
 
 class Known(Protocol):
     """What names of a file are known to be."""
@@ -60,16 +62,7 @@ def literal(node: ast.expr, names: Known, line: int) -> Any:
     """Return a literal's value, or that of a name that was given one; else the expression."""
     try:
         return value_of(node, names, line)
-    except (
-        ValueError,
-        SyntaxError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-        MemoryError,
-    ):
+    except FAILURES:
         return Expression(shown(node))
 
 

@@ -8,7 +8,7 @@ from memplan.step.chunks_at_once import all_logits
 from memplan.step.ends.head_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.head_instants import AGAIN
-from memplan.step.no_grad_instants import ENTROPY_BYTES
+from memplan.step.losses.logit_metrics import ENTROPY_BYTES
 from memplan.step.playing.section_events import section_events
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE

@@ -316,16 +316,9 @@ class ModelPasses:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
         values, evaluated = self._evaluated_values, evaluated_model(self.inputs, self.taped)
-        rows = self.stream.allocate_all(
-            filter(
-                None,
-                [
-                    evaluated_rows(self.inputs.setup, token_types(self.inputs.spec, self.inputs.setup)).total_bytes(
-                        values
-                    )
-                ],
-            )
-        )
+        types = token_types(self.inputs.spec, self.inputs.setup)
+        size = evaluated_rows(self.inputs.setup, types).total_bytes(values)
+        rows = self.stream.allocate_all([size] if size else [])
         own, self._sections = self._sections, SectionPlayer(self.stream, values)
         if self._compares:
             self._compare(self._without_gradients(evaluated))
