@@ -174,8 +174,10 @@ class MethodOptions:
             "reward; those of preferences run as TRL has them.",
         ),
     ] = None
-    context: Annotated[int, option(INFERENCE, "--context N", "Tokens of prompt and answer.", parser=_tokens)] = 4096
-    concurrency: Annotated[int, option(INFERENCE, "--concurrency N", "Sequences at once.", min=1)] = 1
+    context: Annotated[
+        int | None, option(INFERENCE, "--context N", "Tokens of prompt and answer: 4,096 else.", parser=_tokens)
+    ] = None
+    concurrency: Annotated[int | None, option(INFERENCE, "--concurrency N", "Sequences at once: 1 else.", min=1)] = None
     kv_dtype: Annotated[str | None, option(INFERENCE, "--kv-dtype NAME", "Of the cache: bf16, fp16, fp8-e4m3, ...")] = (
         None
     )
@@ -183,9 +185,9 @@ class MethodOptions:
         str | None, option(INFERENCE, "--weights FORMAT", "Of the matrices, or by role: expert_matrix=mxfp4.")
     ] = None
     engine: Annotated[
-        Literal["serving", "transformers"],
-        option(INFERENCE, "--engine NAME", "serving (paged, chunked) or transformers."),
-    ] = "serving"
+        Literal["serving", "transformers"] | None,
+        option(INFERENCE, "--engine NAME", "serving (paged, chunked), the default, or transformers."),
+    ] = None
 
 
 def job_options(

@@ -179,7 +179,8 @@ def _undivided(config: TrainingConfig, stack: Stack) -> Problems:
     """Yield degrees by which a stack does not divide a model as it is modelled, and what does not go with those of experts."""
     parallel = config.parallel
     yield from shared_refusals(config, stack) if "routing" in stack.divides else ()
-    possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
+    gridded = stack.own_models and stack.not_modelled
+    possible = f"memplan fit alone plans it under {stack.name}" if gridded else POSSIBLE
     for name in Parallel.__dataclass_fields__:
         given, own = getattr(parallel, name), getattr(Parallel(), name)
         usual = (own, parallel.tensor) if name == "expert_tensor" else (own,)

@@ -49,10 +49,11 @@ def test_json_follows_its_schema_and_adds_up(cli):
 
 
 def test_states_that_do_not_fit_are_no(cli):
-    ran = cli("fit", "llama-8b", "--gpus", "8", "--gpu", "rtx4090", "--pp", "2", "--rank", "7")
+    ran = cli("fit", "llama-8b", "--gpus", "8", "--gpu", "rtx4090", "--pp", "2", "--rank", "7", "--sequence-parallel")
     assert ran.exit_code == 1
     assert ran.out.splitlines()[-1].startswith("NO: rank 4 takes")
     assert "rank 7\n" in ran.out
+    assert "one tensor parallel rank has the whole sequence, which parallel.sequence does not change" in ran.out
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,8 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "64", "--tp", "3"), 2, "64 GPUs are no multiple of tensor x pipeline x context = 3; the nearest that is: 63, or tensor 2"),
         (("--gpus", "48", "--tp", "3"), 2, "32 of attention heads cannot be divided among 3 tensor parallel ranks; the nearest that divides them is 2"),
         (("--gpus", "64", "--pp", "64"), 2, "32 layers cannot be divided among 64 stages; the nearest that divides them is 32"),
+        (("--gpus", "5", "--pp", "5"), 2, "the nearest that divides them is 4; parallel.last_stage_layers: 8 leaves 6 for each other one"),
+        (("--gpus", "2", "--tp", "2", "--stack", "deepspeed"), 3, "tensor parallelism is not modelled here; planned is data parallelism"),
         (("--gpus", "8", "--tp", "2", "--rank", "8"), 2, "rank: expected worst, all or a number from 0 to 7"),
         (("--gpus", "8", "--rank", "8"), 2, "--rank: expected worst, all or a number from 0 to 7"),
         (("--rank", "1"), 2, "--rank chooses among several GPUs: add --gpus"),

@@ -163,6 +163,7 @@ def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
         (("--method", "inference", "--weights", "q6-b64"), 3, "Q6-B64 is memplan.muon's own"),
         (("--method", "inferenc"), 2, "did you mean 'inference'"),
         (("--context", 9), 2, "--context applies to --method inference only"),
+        (("--context", "4k"), 2, "--context applies to --method inference only"),
         (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),
         (
             ("--method", "inference", "--qlora"),

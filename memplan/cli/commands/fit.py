@@ -104,7 +104,7 @@ def _serves(method: MethodOptions, settings: list[str]) -> bool:
         refuse_method(method.method, settings)
     if method.method == "inference":
         return True
-    given = [name for name in method.__slots__[1:] if getattr(method, name) != getattr(MethodOptions(), name)]
+    given = [name for name in method.__slots__[1:] if getattr(method, name) is not None]
     if given:
         raise InvalidFileError(
             [f"--{given[0].replace('_', '-')} applies to --method inference only; for training use -b and -s"]
@@ -147,7 +147,8 @@ def _served(
     from memplan.library.lookup import find_model
     from memplan.library.runs.served_model import InferenceOptions, serve
 
-    options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine)
+    given = {name: value for name in method.__slots__[1:] if (value := getattr(method, name)) is not None}
+    options = InferenceOptions(**given)
     catalog = output.catalog()
     answer = serve(
         find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory, device.gpus

@@ -168,7 +168,7 @@ def _check_sequences(config: TrainingConfig, grid: Grid, mixture: str) -> None:
     # transformer/moe/moe_layer.py
     length, parts = config.sequence_length, 2 * grid.context if grid.context > 1 else 1
     among = [f"2 x {grid.context} context parallel parts"] if grid.context > 1 else []
-    if grid.sequence:
+    if grid.sequence and grid.tensor > 1:
         parts = lcm(parts, grid.context * grid.tensor)
         among.append(f"{grid.tensor} tensor parallel ranks that share the sequence")
     if length % parts:
@@ -304,6 +304,8 @@ def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
         )
     if not parallel.overlap_gradients:
         notes.append("gradients are one buffer, as without --overlap-grad-reduce")
+    if parallel.sequence and parallel.tensor == 1:
+        notes.append("one tensor parallel rank has the whole sequence, which parallel.sequence does not change")
     if parallel.megatron.unplanned:
         return tuple(notes)
     count = _micro_batches(config)

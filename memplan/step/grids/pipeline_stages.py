@@ -6,6 +6,7 @@ Source:
 """
 
 import re
+from collections.abc import Mapping
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
@@ -123,7 +124,7 @@ def _layers_of_chunks(layers: int, grid: Grid, split: StageSplit) -> list[int]:
         raise InvalidFileError([text])
     if left % others if others else left:
         raise InvalidFileError(
-            [f"parallel.pipeline: {left} layers cannot be divided among {others} stages{_nearest(left, others)}"]
+            [f"parallel.pipeline: {left} layers cannot be divided among {others} stages{_possible(left, others, told)}"]
         )
     sizes = [told.get(stage, left // others if others else 0) for stage in range(stages)]
     for size in sizes:
@@ -131,6 +132,15 @@ def _layers_of_chunks(layers: int, grid: Grid, split: StageSplit) -> list[int]:
             text = f"parallel.virtual: {size} layers of a stage cannot be divided into {grid.virtual} chunks"
             raise InvalidFileError([text + _nearest(size, grid.virtual)])
     return [size // grid.virtual for size in sizes]
+
+
+def _possible(layers: int, stages: int, told: Mapping[int, int]) -> str:
+    """Return the nearest number of stages that divides layers and, unless some are told, the last stage's nearest to an even share."""
+    if told or not 1 < stages <= layers:
+        return _nearest(layers, stages)
+    last = min(range(layers % (stages - 1), layers, stages - 1), key=lambda count: abs(count - layers / stages))
+    uneven = f"; parallel.last_stage_layers: {last} leaves {(layers - last) // (stages - 1)} for each other one"
+    return _nearest(layers, stages) * (nearest_divisor(layers, stages) > 1) + uneven
 
 
 def _nearest(layers: int, parts: int) -> str:
