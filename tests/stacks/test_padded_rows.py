@@ -67,11 +67,11 @@ def test_an_answer_names_the_kernel_that_runs_under_the_mask():
     assert planned(rows=1, padded_rows=True).memory.attention == "flash"
 
 
-def ends(model: str, **options: Any) -> list[MemoryPlan]:
-    """Return plans by share of a job with full rows, with rows of which nobody says whether they are padded, and with padded ones."""
+def ends(model: str, plan: Any = plan_by_share, **options: Any) -> list[MemoryPlan]:
+    """Return plans of a job with full rows, with rows of which nobody says whether they are padded, and with padded ones."""
     settings = dict(options.pop("set", {}))
     said = ({"padded_rows": False}, {}, {"padded_rows": True})
-    return [plan_by_share(model, **options, set={**settings, **more}).memory for more in said]
+    return [plan(model, **options, set={**settings, **more}).memory for more in said]
 
 
 @pytest.mark.parametrize(
@@ -154,17 +154,13 @@ def test_on_a_card_that_is_nearly_full_the_run_of_padded_rows_is_played_too():
     assert (full.verdict, own.verdict, padded.verdict) == ("fits", "tight", "no")
 
 
-def test_the_upper_end_is_that_of_the_run_with_padded_rows_where_its_bytes_lie_worse_than_a_share_says():
-    job: dict[str, Any] = {
-        "gpu": "h100",
-        "config": "lora",
-        "stack": "trl",
-        "micro_batch_size": 8,
-        "sequence_length": 1024,
-    }
-    full, own, padded = (
-        memplan.plan("smollm2-135m", **job, set=said).memory
-        for said in ({"padded_rows": False}, {}, {"padded_rows": True})
-    )
-    share = own.allowances.upper_reserved_bytes(own.doubt_bytes)
-    assert full.upper_bytes + share < padded.upper_bytes == own.upper_bytes
+@pytest.mark.parametrize(("rows", "length", "share_says"), [(8, 1024, "less"), (2, 512, "more")])
+def test_the_upper_end_is_that_of_the_run_with_padded_rows_where_its_bytes_lie_otherwise_than_a_share_says(
+    rows, length, share_says
+):
+    job: dict[str, Any] = {"gpu": "h100", "config": "lora", "stack": "trl", "micro_batch_size": rows}
+    job |= {"sequence_length": length, "set": {} if share_says == "less" else {"activation_checkpointing": "none"}}
+    full, own, padded = ends("smollm2-135m", memplan.plan, **job)
+    share = full.upper_bytes + own.allowances.upper_reserved_bytes(own.doubt_bytes)
+    assert share < padded.upper_bytes if share_says == "less" else share > padded.upper_bytes
+    assert own.upper_bytes == padded.upper_bytes

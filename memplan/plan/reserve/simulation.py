@@ -205,20 +205,20 @@ def _with_run(
         result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
-    upper = result.most_bytes + apart + beside
-    padding = plan.padding_bytes
+    upper, padding = result.most_bytes + apart + allowances.upper_context_bytes, plan.padding_bytes
     if plan.padded and (tight or verdict == "fits"):
-        padded = simulated(plan.padded(), least=False, runs=runs, tight=False)
+        rows = replace(plan.padded(), usable_bytes=plan.usable_bytes)
+        padded = simulated(rows, least=False, runs=runs, tight=False)
         if verdict == "fits" != padded.verdict:
             verdict = "tight"
-        padding += max(0, padded.upper_bytes - upper)
+        padding = max(0, padded.upper_bytes - upper)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
         allocated_bytes=plan.allocated_bytes if _gathers(plan) else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
-        upper_bytes=upper + padding - plan.padding_bytes,
+        upper_bytes=upper + padding,
         padding_bytes=padding,
         least_bytes=needed + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
