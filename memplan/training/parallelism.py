@@ -58,13 +58,9 @@ _LOSSES = {
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
 _AUTO = ("reduce_bucket_size", "persistence_threshold", "prefetch_bucket_size")
 _ELEMENTS = (
-    ("reduce_bucket_size", 1),
-    ("persistence_threshold", 0),
-    ("sub_group_size", 0),
-    ("prefetch_bucket_size", 0),
-    ("max_live_parameters", 0),
-    ("max_reuse_distance", 0),
-)
+    ("reduce_bucket_size", 1), ("persistence_threshold", 0), ("sub_group_size", 0), ("prefetch_bucket_size", 0),
+    ("max_live_parameters", 0), ("max_reuse_distance", 0),
+)  # fmt: skip
 """Sizes that DeepSpeed is told in elements, and the least of each."""
 PROVEN: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
 """Schedules of pipelines that are planned."""
@@ -179,14 +175,14 @@ def _undivided(config: TrainingConfig, stack: Stack) -> Problems:
     """Yield degrees by which a stack does not divide a model as it is modelled, and what does not go with those of experts."""
     parallel = config.parallel
     yield from shared_refusals(config, stack) if "routing" in stack.divides else ()
-    gridded = stack.own_models and stack.not_modelled
-    possible = f"memplan fit alone plans it under {stack.name}" if gridded else POSSIBLE
+    alone = f"memplan fit alone plans it under {stack.name}" if stack.own_models and stack.not_modelled else POSSIBLE
     for name in Parallel.__dataclass_fields__:
         given, own = getattr(parallel, name), getattr(Parallel(), name)
         usual = (own, parallel.tensor) if name == "expert_tensor" else (own,)
         if name not in (*OTHER_KEYS, *stack.divides) and given not in usual:
-            what = f"{name} parallelism is not modelled here; {possible}"
-            yield ("parallel", name), f"{str(given).lower():.60} is not supported: {what}"
+            other = f"{str(given).lower():.60} is not supported: {name} parallelism"
+            what = "what Megatron-LM alone is told" if name == "megatron" else other
+            yield ("parallel", name), f"{what} is not modelled here; {alone}"
 
 
 def _misplaced(parallel: Parallel, stack: Stack) -> Problems:

@@ -64,6 +64,8 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "48", "--tp", "3"), 2, "32 of attention heads cannot be divided among 3 tensor parallel ranks; the nearest that divides them is 2"),
         (("--gpus", "64", "--pp", "64"), 2, "32 layers cannot be divided among 64 stages; the nearest that divides them is 32"),
         (("--gpus", "5", "--pp", "5"), 2, "the nearest that divides them is 4; parallel.last_stage_layers: 8 leaves 6 for each other one"),
+        (("--set", "parallel.megatron.compiled_loss=true", "--stack", "megatron", "--set", "kernels.loss=in-place"), 2, "in-place is another loss"),
+        (("--set", "parallel.megatron.compiled_loss=true", "--stack", "trl"), 3, "what Megatron-LM alone is told is not modelled here"),
         (("--gpus", "2", "--tp", "2", "--stack", "deepspeed"), 3, "tensor parallelism is not modelled here; planned is data parallelism"),
         (("--gpus", "8", "--tp", "2", "--rank", "8"), 2, "rank: expected worst, all or a number from 0 to 7"),
         (("--gpus", "8", "--rank", "8"), 2, "--rank: expected worst, all or a number from 0 to 7"),

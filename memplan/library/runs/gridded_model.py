@@ -216,6 +216,10 @@ def _refuse(config: TrainingConfig) -> None:
                 "Megatron-LM has no such setting: it runs 1F1B, interleaved with --vp; torchtitan's pipelines have it"
             )
             raise InvalidFileError([f"parallel.{name}: {text}"])
+    if config.parallel.megatron.compiled_loss and config.kernels.loss is not None:
+        raise InvalidFileError(
+            [f"parallel.megatron.compiled_loss: kernels.loss: {config.kernels.loss} is another loss; give one"]
+        )
     for name, given in said.items():
         if given:
             raise CannotAnswerError(
