@@ -8,6 +8,7 @@ import memplan
 from memplan.errors import MemplanError
 from memplan.library.answers.planned_job import plan_by_share
 from memplan.plan.memory_plan import MemoryPlan
+from memplan.plan.reserve.simulation import events_of
 from memplan.report.canvas import Canvas
 from memplan.report.screens.plan_screen import plan_screen
 
@@ -29,6 +30,13 @@ def test_a_micro_batch_of_one_row_has_no_padding_and_no_mask():
     own, padded = planned(rows=1), planned(rows=1, padded_rows=True)
     assert (padded.instants, padded.expected_bytes) == (own.instants, own.expected_bytes)
     assert planned(rows=1, padded_rows="multiple").memory.requested_bytes > own.memory.requested_bytes
+
+
+def test_rows_with_padding_that_are_evaluated_alone_have_their_mask_among_the_events_too():
+    job, mask = {"rows": 1, "evaluation": True, "evaluation_batch_size": 7}, 7 * 512 * 512
+    plans = [planned("transformers", padded_rows=said, **job).memory for said in (False, True)]
+    full, padded = (events_of(plan, 1).sizes.count(mask) for plan in plans)
+    assert full < padded  # without it a small job had 14 % less in segments
 
 
 def test_padded_rows_repeat_keys_and_values_and_form_a_bias_in_each_layer():

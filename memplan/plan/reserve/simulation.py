@@ -15,7 +15,7 @@ from memplan.step.events.event_stream import EventStream, RunEvents, libraries_o
 from memplan.step.events.model_passes import WrittenModel
 from memplan.step.events.ranks.step_of_rank import step_player
 from memplan.step.events.step_events import STEPS
-from memplan.step.model_on_tape import model_on_tape
+from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.regimes import regime_of, setup_in
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
@@ -124,13 +124,26 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
         sharded = sharded_step(own, setup, states, regime)
     taped = sharded.taped if sharded else model_on_tape(inputs)
     whole = sharded.inputs if sharded else inputs
-    model = WrittenModel(EventStream(), whole, taped, plan.values, plan.evaluated_values, libraries_of(library_bytes))
+    evaluated = (*((whole, taped) if sharded else _evaluated(plan, inputs, taped, length)), plan.evaluated_values)
+    model = WrittenModel(EventStream(), whole, taped, plan.values, evaluated, libraries_of(library_bytes))
     stages: Sequence[int] = ()
     if parallel.pipeline > 1:
         from memplan.step.pipelines.pipeline_schedules import layers_of_stages
 
         stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel)
     return step_player(model, inputs, sharded, stages).run(plan.forms.buffers, plan.values, steps)
+
+
+def _evaluated(plan: MemoryPlan, inputs: StepInputs, taped: ModelOnTape, length: int) -> tuple[StepInputs, ModelOnTape]:
+    """Return what a forward that evaluates is made of: other operations run for so many rows, as where these alone have padding."""
+    rows = plan.setup.config.evaluation_batch_size
+    if rows is None or not plan.setup.evaluates_apart:
+        return inputs, taped
+    regime = regime_of(plan.own, plan.setup, rows, length)
+    if regime == inputs.regime:
+        return inputs, taped
+    own = replace(inputs, setup=setup_in(plan.setup, padded=regime.padded), regime=regime)
+    return own, model_on_tape(own)
 
 
 class Runs:

@@ -40,7 +40,7 @@ class WrittenModel:
     inputs: StepInputs  # What the tapes were made of: gathered weights, where a rank gathers its model
     taped: ModelOnTape
     values: Sequence[int]  # Values of the quantities that sizes are made of: of the step
-    evaluated_values: Sequence[int]  # and of a forward that evaluates
+    evaluated: tuple[StepInputs, ModelOnTape, Sequence[int]]  # All three of a forward that evaluates
     libraries: Mapping[str, Libraries]  # Libraries that have made no workspace yet, of ``forward`` and of ``backward``
 
 
@@ -58,7 +58,7 @@ class ModelPasses:
     def __init__(self, model: WrittenModel, around: Around, use_up: UseUp) -> None:
         self.stream, self.inputs, self.taped, self.values = model.stream, model.inputs, model.taped, model.values
         self.around, self._take, self.gradients = around, use_up, dict[str, int]()
-        self._sections, self._evaluated_values = SectionPlayer(model.stream, model.values), model.evaluated_values
+        self._sections, self._evaluated = SectionPlayer(model.stream, model.values), model.evaluated
         self._libraries, setup, taped = model.libraries, model.inputs.setup, model.taped
         copied = setup.copies_logits or around.copy_returned is not None
         # Whether answers are compared by log-probabilities of whole logits, which the loss's function has names for.
@@ -315,16 +315,17 @@ class ModelPasses:
     def _evaluate(self, batches: int) -> None:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
-        values, evaluated = self._evaluated_values, evaluated_model(self.inputs, self.taped)
-        types = token_types(self.inputs.spec, self.inputs.setup)
+        own = self._sections, self.inputs, self.taped
+        self.inputs, self.taped, values = self._evaluated
+        evaluated, types = evaluated_model(self.inputs, self.taped), token_types(self.inputs.spec, self.inputs.setup)
         size = evaluated_rows(self.inputs.setup, types).total_bytes(values)
         rows = self.stream.allocate_all([size] if size else [])
-        own, self._sections = self._sections, SectionPlayer(self.stream, values)
+        self._sections = SectionPlayer(self.stream, values)
         if self._compares:
             self._compare(self._without_gradients(evaluated))
         else:
             self._without_gradients(evaluated, self.around.evaluated(batches))
-        self._sections = own
+        self._sections, self.inputs, self.taped = own
         self.stream.free_all(rows)
 
     def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> list[int]:

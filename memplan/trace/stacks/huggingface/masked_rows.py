@@ -1,9 +1,10 @@
 """Rows that transformers gives attention a mask for, on a device without values that would tell of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 from unittest.mock import patch
 
 from memplan.trace.stacks.registry import StackInputs
@@ -19,20 +20,36 @@ def masked_rows(inputs: StackInputs) -> Iterator[None]:
         positions tell of one row alone, and whether a collator's mask leaves out a token; models with masks of their own ask
         ``AttentionMaskConverter`` in modeling_attn_mask_utils.py (4.57.6).
     """
-    joined, padded = inputs.setup.config.joined_rows, pads_rows(inputs.setup)
     with ExitStack() as patches:
-        if inputs.is_traced and (joined or padded):
+        if not inputs.is_traced:
+            pass
+        elif inputs.setup.config.joined_rows:
             masks = import_module("transformers.masking_utils")
-            name = "is_tracing" if joined else "_ignore_causal_mask_sdpa"
-            patches.enter_context(patch.object(masks, name, lambda *_, **__: joined))
-            if padded:
-                patches.enter_context(patch.object(masks, "_ignore_bidirectional_mask_sdpa", lambda *_, **__: False))
-            if padded and find_spec("transformers.modeling_attn_mask_utils") is not None:
-                own = import_module("transformers.modeling_attn_mask_utils").AttentionMaskConverter
-                patches.enter_context(patch.object(own, name, lambda *_, **__: False))
+            patches.enter_context(patch.object(masks, "is_tracing", lambda *_, **__: True))
+        elif inputs.setup.config.padded_rows:
+            for owner, name in _asking():
+                patches.enter_context(patch.object(owner, name, _unless_padded(getattr(owner, name), inputs.setup)))
         yield
 
 
-def pads_rows(setup: TrainingSetup) -> bool:
-    """Tell whether a micro-batch has rows with padding."""
-    return setup.config.pads(setup.config.micro_batch_size * setup.rows_per_sample)
+def _asking() -> Iterator[tuple[Any, str]]:
+    """Yield what asks whether a mask leaves out a token, each with its owner."""
+    masks, causal = import_module("transformers.masking_utils"), "_ignore_causal_mask_sdpa"
+    yield from ((masks, name) for name in (causal, "_ignore_bidirectional_mask_sdpa") if hasattr(masks, name))
+    if find_spec("transformers.modeling_attn_mask_utils") is not None:
+        yield import_module("transformers.modeling_attn_mask_utils").AttentionMaskConverter, causal
+
+
+def _unless_padded(ignores: Callable[..., bool], setup: TrainingSetup) -> Callable[..., bool]:
+    """Return a function that lets no mask of rows with padding be ignored, be they trained or evaluated."""
+
+    def answer(*masks: Any, **others: Any) -> bool:
+        mask = next(iter((*masks, *others.values())), None)
+        return False if mask is None or setup.config.pads(len(mask)) else ignores(*masks, **others)
+
+    return answer
+
+
+def pads_rows(setup: TrainingSetup, rows: int) -> bool:
+    """Tell whether a batch of so many samples has rows with padding."""
+    return setup.config.pads(rows * setup.rows_per_sample)

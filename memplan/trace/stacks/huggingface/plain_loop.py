@@ -106,7 +106,7 @@ def _batch(inputs: StackInputs, rows: int) -> dict[str, Any]:
     """Return what a collator makes of so many rows, on the device."""
     shape = (rows, inputs.setup.config.sequence_length)
     batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
-    if pads_rows(inputs.setup):
+    if pads_rows(inputs.setup, rows):
         batch["attention_mask"][:, -1] = 0
     images = image_columns(inputs.model.spec, inputs.setup, rows)
     return batch | {name: part.to(inputs.device) for name, part in images.items()}

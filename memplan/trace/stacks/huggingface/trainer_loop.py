@@ -204,11 +204,11 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """As many full rows as the steps take."""
 
     def __init__(self, setup: TrainingSetup, *, typed: bool = False) -> None:
-        self.length = row_count(setup)
+        self.length, config = row_count(setup), setup.config
         self.row = {name: torch.ones(setup.config.sequence_length, dtype=torch.long) for name in COLUMNS}
         if typed:
             self.row["token_type_ids"] = torch.zeros(setup.config.sequence_length, dtype=torch.long)
-        if pads_rows(setup):
+        if any(pads_rows(setup, count) for count in (config.micro_batch_size, config.evaluation_batch_size or 1)):
             self.row["attention_mask"][-1] = 0
         if setup.scores:
             self.row["labels"] = torch.ones(

@@ -113,7 +113,7 @@ class _Collator:
         batch: dict[str, Any] = {}
         for name in _columns(self.texts):
             mask = torch.ones(shape, dtype=torch.long)
-            if pads_rows(self.setup):
+            if pads_rows(self.setup, len(rows)):
                 mask[:, -1] = 0
             batch |= {f"{name}_input_ids": torch.ones(shape, dtype=torch.long), f"{name}_attention_mask": mask}
             if self.typed:
