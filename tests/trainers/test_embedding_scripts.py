@@ -37,6 +37,29 @@ def test_a_program_says_its_model_its_length_its_batch_and_its_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("BAAI/bge-base-en-v1.5", ("fp32", 512, "cls")),
+        ("intfloat/multilingual-e5-base", ("fp32", 512, "mean")),
+        ("sentence-transformers/all-MiniLM-L6-v2", ("fp32", 256, "mean")),
+        ("thenlper/gte-base", None),
+    ],
+)
+def test_an_encoders_own_files_say_its_dtype_its_length_and_how_it_pools(tmp_path, model, said):
+    script = SCRIPT.replace("Qwen/Qwen3-Embedding-0.6B", model).replace("model.max_seq_length = 384", "")
+    script = script.replace(', model_kwargs={{"torch_dtype": "bfloat16"}}', "")
+    path = tmp_path / "train.py"
+    path.write_text(script.format(loss="losses.MultipleNegativesRankingLoss(model)", more=""), encoding="utf-8")
+    if said is None:  # its file has fp16, which bf16 does not train
+        with pytest.raises(MemplanError, match="weights in fp16 compute in fp16, not in bf16"):
+            plan_by_share(str(path), gpu="h100")
+        return
+    training = plan_by_share(str(path), gpu="h100").training
+    own = training["weights"]["hidden_matrix"], training["sequence_length"], training["method"]["embedding"]["pooling"]
+    assert own == said
+
+
+@pytest.mark.parametrize(
     ("loss", "keys"),
     [
         ("losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)", {"mini_batch_size": 4}),
