@@ -52,8 +52,8 @@ def test_rows_with_padding_have_a_mask_and_others_none():
     [
         ({"stack": "trl", "stage": "sft"}, "encoder.*sft under trl"),
         ({"stack": "trl", "stage": "dpo"}, "encoder.*dpo"),
-        ({"stack": "bundled", "stage": "sft"}, "encoder.*method.stage: embedding"),
-        ({"stack": "transformers", "stage": "sft"}, "encoder.*classification with --stack transformers"),
+        ({"stack": "bundled", "stage": "sft"}, "encoder.*--method embedding --stack sentence-transformers"),
+        ({"stack": "transformers", "stage": "sft"}, "encoder.*--method classification --stack transformers"),
         ({"stack": "ms-swift", "stage": "classification", "method__labels": 2}, "encoder"),
         ({"stack": "transformers", "stage": "classification", "method__labels": 2, "config": "lora"}, "adapter"),
         (

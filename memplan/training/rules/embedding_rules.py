@@ -68,7 +68,7 @@ def encoder_refusals(
     if stage not in stack.encoders:
         yield (
             f"model: {name} is an encoder, whose tokens see those behind them too: {stage} under {stack.label} is not modelled for "
-            "it; method.stage: embedding with --stack sentence-transformers is, and classification with --stack transformers"
+            "it; planned are --method embedding --stack sentence-transformers and --method classification --stack transformers"
         )
     if config.parallel != Parallel():
         yield f"parallel: {name}, an encoder, on several GPUs is not modelled; use one"
