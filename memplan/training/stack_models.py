@@ -15,7 +15,7 @@ from memplan.model.tower import TEXTS
 from memplan.training.adapted_ends import headless, untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
-from memplan.training.rules.embedding_rules import encoder_refusals
+from memplan.training.rules.embedding_rules import cached_refusals, encoder_refusals
 from memplan.training.rules.frozen_rules import with_frozen
 from memplan.training.wide_roles import with_wide_roles
 from memplan.units import round_up
@@ -140,6 +140,7 @@ def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield the same of a model's family and of its parts."""
     stack, spec = setup.stack, model.spec
     yield from encoder_refusals(spec, setup.config, stack, autocast=setup.autocast, unpads=setup.runs_flash_attn)
+    yield from cached_refusals(setup.config, integers=setup.formats["hidden_matrix"].product == "integers")
     if spec.unsaid_words and stack.model_code == "own":
         yield f"model: {spec.name} has layers that attend to images, of which {stack.label} has no code; use stack: transformers"
     if setup.has_value_head and (spec.tower is not None or any(not tensor.used for tensor in model.inventory)):

@@ -57,6 +57,10 @@ def test_rows_with_padding_have_a_mask_and_others_none():
         ({"stack": "ms-swift", "stage": "classification", "method__labels": 2}, "encoder"),
         ({"stack": "transformers", "stage": "classification", "method__labels": 2, "config": "lora"}, "adapter"),
         (
+            {"config": "lora", "weights__hidden_matrix": "llm-int8", "method__embedding__mini_batch_size": 4},
+            "integers, under a cached loss",
+        ),
+        (
             {"stack": "transformers", "stage": "classification", "method__labels": 2, "parallel__data": 2},
             "several GPUs",
         ),
