@@ -74,8 +74,13 @@ class _Simulated:
 
     def __getitem__(self, value: int) -> MemoryPlan:
         if value not in self.made:
-            self.made[value] = self.simulate(self.evaluated(value), tight=self.tight)
+            self.made[value] = self.simulate(self.evaluated(value), tight=self.tight, fitting=True)
         return self.made[value]
+
+    def whole(self, value: int) -> MemoryPlan:
+        """Return the plan at a value with its figures, whether it fits or not."""
+        own = self[value]
+        return self.simulate(self.evaluated(value), tight=self.tight) if own.verdict == "no" else own
 
     def edge(self, by_share: Answer, by_blocks: Answer) -> Answer:
         """Return the largest value that fits, or is at least TIGHT, sought between what a share and what blocks alone allow.
@@ -195,7 +200,7 @@ def _on(
     layers *= setup.config.gradient_accumulation_steps
     if simulate is not None and 0 < layers <= MOST_LAYERS_PLAYED:
         surely, just = (_Simulated(evaluated, simulate, layers, tight) for tight in (False, True))
-        evaluated = surely.__getitem__
+        evaluated = surely.whole
         fits = surely.edge(fits, _answer(what, setup, plans, alone))
         tight = just.edge(max(fits, tight, key=lambda one: one.value), most)
     plan = evaluated(fits.value) if fits.value else None

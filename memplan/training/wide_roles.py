@@ -21,6 +21,8 @@ def with_wide_roles(setup: TrainingSetup, model: Model) -> TrainingSetup:
     if setup.config.parallel.engine == "deepspeed":
         return setup
     roles = [role for role in _wide_roles(setup, model) if role in setup.wide_optimizers]
+    if not roles:
+        return setup
     own = {role: setup.wide_optimizers[role] for role in roles}
     names = {role: name for role, (name, _) in own.items()}
     setup = replace(setup, optimizer_names={**setup.optimizer_names, **names})

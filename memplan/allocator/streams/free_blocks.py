@@ -36,14 +36,28 @@ def take(start: int, free: FreeBlocks) -> int:
 
 
 def give_back(start: int, end: int, free: FreeBlocks) -> None:
-    """Put a block among the free ones, joined with the free ones beside it."""
-    _, _, ends, starts, _ = free
+    """Put a block among the free ones, joined with the free ones beside it; in one function, as half of all calls are this one."""
+    sizes, starts_of, ends, starts, _ = free
     if start in starts:
-        start = starts[start]
-        take(start, free)
+        before = starts.pop(start)
+        if len(own := starts_of[size := start - before]) > 1:
+            del own[bisect_left(own, before)]
+        else:
+            del starts_of[size], sizes[bisect_left(sizes, size)]
+        start = before
     if end in ends:
-        end = take(end, free)
-    add(start, end, free)
+        behind = ends.pop(end)
+        if len(own := starts_of[size := behind - end]) > 1:
+            del own[bisect_left(own, end)]
+        else:
+            del starts_of[size], sizes[bisect_left(sizes, size)]
+        end = behind
+    ends[start], starts[end] = end, start
+    if (size := end - start) in starts_of:
+        insort(starts_of[size], start)
+    else:
+        starts_of[size] = [start]
+        insort(sizes, size)
 
 
 def in_order(free: FreeBlocks, least: int = 0) -> Iterator[Key]:

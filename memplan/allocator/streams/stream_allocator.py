@@ -5,7 +5,7 @@ All bytes are counted in blocks, the least that the allocator hands out.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import NamedTuple
@@ -170,8 +170,13 @@ class StreamAllocator:
             stop = start + size
             if tops and stop > tops[number]:
                 tops[number] = stop
-            if end - stop >= least:
-                add(stop, end, free)
+            if (rest := end - stop) >= least:
+                ends[stop], starts[end] = end, stop
+                if rest in starts_of:
+                    insort(starts_of[rest], stop)
+                else:
+                    starts_of[rest] = [stop]
+                    insort(sizes, rest)
                 end = stop
             live[name] = start, end
             allocated += end - start

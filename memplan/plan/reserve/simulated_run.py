@@ -36,7 +36,7 @@ class Simulation:
         placements: Whether new segments are below those before: each way that it is played.
     """
 
-    __slots__ = ("_exceeded_bytes", "_expandable", "_known", "_stream", "_ways")
+    __slots__ = ("_exceeded_bytes", "_expandable", "_known", "_stream", "_survived", "_ways")
 
     def __init__(self, events: RunEvents, *, expandable: bool, placements: Sequence[bool] = PLACEMENTS) -> None:
         self._expandable = expandable
@@ -45,15 +45,27 @@ class Simulation:
         codes, own = (events.sizes, events.codes, alike, events.passes), events.stream
         self._stream = Stream(*codes, own.streams, first=first, cleared=own.cleared)
         self._known: dict[bool, StreamPeaks] = {}
+        self._survived: dict[tuple[int, bool], bool] = {}
         self._exceeded_bytes = -1  # less than it takes
 
     @property
     def _peaks(self) -> list[StreamPeaks]:
         """The peaks with memory to spare, each way."""
-        for downwards in self._ways:
-            if downwards not in self._known:
-                self._known[downwards] = self._played(downwards=downwards)
-        return [self._known[downwards] for downwards in self._ways]
+        return [self._to_spare(downwards) for downwards in self._ways]
+
+    def _to_spare(self, downwards: bool) -> StreamPeaks:
+        """Return the peaks with memory to spare, one way."""
+        if downwards not in self._known:
+            self._known[downwards] = self._played(downwards=downwards)
+        return self._known[downwards]
+
+    def _survives(self, capacity_bytes: int, downwards: bool) -> bool:
+        """Whether the run survives in so many bytes of segments, one way."""
+        if self._to_spare(downwards).reserved_bytes <= capacity_bytes:
+            return True
+        if (key := (capacity_bytes, downwards)) not in self._survived:
+            self._survived[key] = self._played(capacity_bytes, downwards=downwards).survives
+        return self._survived[key]
 
     @property
     def allocated_range(self) -> tuple[int, int]:
@@ -79,17 +91,20 @@ class Simulation:
 
     def runs_in(self, capacity_bytes: int, *, anywhere: bool = True) -> bool:
         """Whether the run survives in so many bytes of segments, ``anywhere`` the driver may put them, or where it is expected to."""
-        many = len(self._ways) if anywhere else 1
-        if max(peaks.reserved_bytes for peaks in self._peaks[:many]) <= capacity_bytes:
-            return True
-        if min(peaks.allocated_bytes for peaks in self._peaks[:many]) > capacity_bytes:
+        ways = self._ways if anywhere else self._ways[:1]
+        if all(self._to_spare(downwards).allocated_bytes > capacity_bytes for downwards in ways):
             return False
-        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in self._ways[:many])
+        return all(self._survives(capacity_bytes, downwards) for downwards in ways)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Most bytes in blocks with memory to spare."""
+        return self._to_spare(self._ways[0]).allocated_bytes
 
     @property
     def before_steps_bytes(self) -> int:
         """Most bytes in blocks before the first step, as weights are put together or sent."""
-        return self._peaks[0].first_bytes
+        return self._to_spare(self._ways[0]).first_bytes
 
     def result(self, *, least: bool = True) -> Simulated:
         """Return its figures; the least that it needs is looked for half-way between blocks and segments.
@@ -101,7 +116,7 @@ class Simulation:
                 its blocks.
         """
         reserved = [peaks.reserved_bytes for peaks in self._peaks]
-        spare, allocated = reserved[0], self._peaks[0].allocated_bytes
+        spare, allocated = reserved[0], self.allocated_bytes
         if not least:
             return Simulated(allocated, spare, max(reserved), spare, below_bytes=allocated)
         middle = (allocated + min(reserved)) // 2

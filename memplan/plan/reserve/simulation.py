@@ -180,7 +180,7 @@ def simulated(
         least: Whether the least that it needs, and the lower end, are looked for; None: for a run with too little to spare.
         runs: What is known already.
         tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
-        fitting: Whether only a plan that fits is wanted: another is NO as soon as that is known, with a share as its reserve.
+        fitting: Whether only a plan that fits, or is ``tight``, is wanted: another is NO as soon as that is known, with a share as its reserve.
     """
     if plan.rank_plans:
         ranks = (simulated(one, least=least, runs=runs, tight=tight) for one in plan.rank_plans)
@@ -189,14 +189,23 @@ def simulated(
     if reason := shares_reason(plan):
         return _beside_streams(replace(plan, reserve_by_share=reason))
     simulation = (Runs() if runs is None else runs)[plan]
-    if fitting and _surely_exceeds(plan, simulation):
-        return replace(plan, verdict="no")
-    result = simulation.result(least=bool(least))
-    if result.allocated_bytes == simulation.before_steps_bytes:
-        result = replace(result, allocated_bytes=plan.allocated_bytes)
-    if not _agrees(plan, result.allocated_bytes):
+    if fitting and not tight and _surely_exceeds(plan, simulation):
+        return replace(plan, verdict="no", by_share=plan)
+    allocated = simulation.allocated_bytes
+    if allocated == simulation.before_steps_bytes:
+        allocated = plan.allocated_bytes
+    if not _agrees(plan, allocated):
         return _beside_streams(replace(plan, reserve_by_share="its events do not add up to the formula's peak"))
+    if fitting and not _gathers(plan) and not _runs(plan, simulation, allocated, tight=tight):
+        return replace(plan, verdict="no", by_share=plan)
+    result = replace(simulation.result(least=bool(least)), allocated_bytes=allocated)
     return _with_run(plan, simulation, result, runs=runs, least=least, tight=tight)
+
+
+def _runs(plan: MemoryPlan, simulation: Simulation, allocated_bytes: int, *, tight: bool) -> bool:
+    """Whether a run that does not gather fits, or is ``tight``, rows that may be padded aside; plays no more than says so."""
+    apart = max(0, plan.allocated_bytes - allocated_bytes) + plan.apart_bytes
+    return _verdict(_without_streams(plan), partial(_survives, simulation, apart), 0, 0, tight)[0] != "no"
 
 
 def _with_run(

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import count
+from itertools import count, takewhile
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
 from memplan.catalog.entries import Gpu
@@ -100,7 +100,7 @@ class ModelsBySize:
         largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
         self._setup, self._figure = setup, bytes_per_parameter(setup).total
         least = least_bytes_per_parameter(setup)
-        self._planned = {name: (-size, _Planned(model, setup, least)) for size, name, model in largest_first}
+        self._largest_first = [(name, -size, _Planned(model, setup, least)) for size, name, model in largest_first]
 
     def refuse_all(self) -> None:
         """Refuse models of which none can be planned.
@@ -108,21 +108,22 @@ class ModelsBySize:
         Raises:
             CannotAnswerError: The reason for the smallest.
         """
-        planned = [plan for _, plan in self._planned.values()]
+        planned = [plan for _, _, plan in self._largest_first]
         if planned and all(plan.refusal for plan in planned):
             raise CannotAnswerError(planned[-1].refusal)
 
     def fits(self, name: str, device: Device) -> bool:
         """Tell whether one of them FITS on a device, or on several with their memory pooled."""
-        return self._planned[name][1].fits(_Room(self._setup, device, by_share=True), None)
+        own = next(plan for known, _, plan in self._largest_first if known == name)
+        return own.fits(_Room(self._setup, device, by_share=True), None)
 
     def largest(
         self, device: Device, simulate: Callable[[MemoryPlan], MemoryPlan] | None = None, least: int = 0
     ) -> LargestModel:
         """Return the largest of them for a device, of those with ``least`` parameters or more; see :func:`largest_models`."""
         setup, room = self._setup, _Room(self._setup, device, by_share=simulate is None)
-        large = ((name, size, plan) for name, (size, plan) in self._planned.items() if size >= least)
-        fitting = (row for row in large if row[2].fits(room, simulate))
+        large = takewhile(lambda row: row[1] >= least, self._largest_first)
+        fitting = (row for row in large if row[2].least_bytes <= room.most_bytes and row[2].fits(room, simulate))
         name, size, plan = next(fitting, (None, 0, None))
         played = plan is not None and plan.played is not None and plan.played.by_share is not None
         return LargestModel(device, setup, self._figure, max_parameters(setup, device), name, size, played)
@@ -141,8 +142,17 @@ class _Room:
         """Whether the device cannot do something that the setup says, whatever the model is."""
         return _is_unable(self._setup, self.device.gpu)
 
-    def holds(self, allocated_bytes: int, stream_bytes: int) -> bool:
+    @cached_property
+    def most_bytes(self) -> int:
+        """The most bytes of blocks that fit, workspaces of libraries left out: the inverse of :meth:`Allowances.upper_bytes`."""
+        allowances, share = self._allowances, self._allowances.upper_reserve_fraction
+        room = (self.usable_bytes - allowances.upper_context_bytes + 1) * share.denominator - 1
+        return room // (share.denominator + share.numerator) - allowances.library_bytes
+
+    def holds(self, allocated_bytes: int, stream_bytes: int = 0) -> bool:
         """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""
+        if not stream_bytes:
+            return allocated_bytes <= self.most_bytes
         allowances = self._allowances
         return allowances.upper_bytes(allocated_bytes + allowances.library_bytes) + stream_bytes <= self.usable_bytes
 
@@ -189,7 +199,7 @@ class _Planned:
         return None
 
     @cached_property
-    def _least_bytes(self) -> int:
+    def least_bytes(self) -> int:
         """What it takes at least at the end of the step or of forward, without planning it; 0 for one that is refused."""
         if (built := self._built) is None:
             return 0
@@ -219,7 +229,7 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
-        if not room.holds(self._least_bytes, 0) or self._built is None:
+        if not room.holds(self.least_bytes) or self._built is None:
             return False
         card = card_kind(room.device.gpu)
         if card in self._refused:
@@ -246,13 +256,13 @@ class _Planned:
         """Tell whether what it requests fits."""
         if self._untaped_bytes is None:
             self._untaped_bytes = planned.least_bytes(*self._job)
-        if not room.holds(self._untaped_bytes, 0):
+        if not room.holds(self._untaped_bytes):
             return False
         own = planned.on(room.device.gpu)
         kernels = own.kernels
         if kernels not in self._saved:
             self._saved[kernels] = own.saved_bytes(*self._job)
-        if not room.holds(self._saved[kernels], 0):
+        if not room.holds(self._saved[kernels]):
             return False
         card = card_kind(room.device.gpu)
         if card not in self._needed:

@@ -126,8 +126,10 @@ def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
     """Yield what a card does in another way, each thing once."""
     _refuse_unscalable(setup)
     seen: set[str] = set()
-    for key, value, feature in (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup), *_kernel_needs(setup)):
-        row = capability_of(gpu, feature, setup.hardware)
+    needs = (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup), *_kernel_needs(setup))
+    rows = {feature: capability_of(gpu, feature, setup.hardware) for feature in {feature for _, _, feature in needs}}
+    for key, value, feature in needs:
+        row = rows[feature]
         if row.answer == "absent":
             instead = f"; use {row.instead}" if row.instead else ""
             raise CannotAnswerError(f"{key}: {value} does not run on {card_label(gpu)}: {row.text}{instead}")

@@ -61,10 +61,11 @@ class LiveBytes:
 
     def retain(self, storage: int) -> None:
         """Refer to a storage once more; the first time allocates it."""
-        count = self._references.get(storage, 0)
-        if count == 0:
-            self.add(*self.storages[storage])
-        self._references[storage] = count + 1
+        if count := self._references.get(storage):
+            self._references[storage] = count + 1
+            return
+        self._references[storage] = 1
+        self.add(*self.storages[storage])
 
     def release(self, storage: int) -> None:
         """Refer to a storage once less; the last time frees it."""
@@ -76,13 +77,21 @@ class LiveBytes:
 
     def retain_all(self, storages: Iterable[int]) -> None:
         """Refer to each of several storages once more."""
+        references = self._references
         for storage in storages:
-            self.retain(storage)
+            if count := references.get(storage):
+                references[storage] = count + 1
+            else:
+                self.retain(storage)
 
     def release_all(self, storages: Iterable[int]) -> None:
         """Refer to each of several storages once less."""
+        references = self._references
         for storage in storages:
-            self.release(storage)
+            if (count := references[storage]) > 1:
+                references[storage] = count - 1
+            else:
+                self.release(storage)
 
     def take(self, storages: Sequence[Storage]) -> Sequence[Storage]:
         """Allocate what an operation takes for itself; return what :meth:`give_back` takes."""
