@@ -80,6 +80,7 @@ class BlockSettings:
     own_tables: bool  # Whether each layer has cosines and sines of its own, formed or gathered where it turns heads
     copies_tables: bool  # Whether each layer is given copies of rotary tables, narrower than the model's
     casts_tables_again: bool  # Whether what is computed again forms these anew
+    table_rows: Quantity  # What rotary tables that a layer spreads have rows for: positions, or every token
     gathered_rows: bool  # Whether each layer gathers the rows of rotary tables that it needs
     copies_fused: bool  # Whether query, key and value are copied out of the result of one projection
     # Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed puts in
@@ -142,6 +143,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         own_tables=tables_in_layers(spec, setup),
         copies_tables=copies,
         casts_tables_again=casts_tables_again(setup),
+        table_rows=Quantity.TOKENS if setup.stack.rotary_tables.rows == "batch" else Quantity.POSITIONS,
         gathered_rows=setup.stack.rotary_tables.gathered,
         copies_fused=setup.stack.models.fused_qkv == "copies",
         divided=setup.config.parallel.tensor > 1,

@@ -3,7 +3,6 @@
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.layers.rotation import Rotated, by_table, cut_heads, joined_heads, turned_whole
-from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 
 Turned = tuple[Value, Value]
@@ -37,7 +36,7 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
 
 def _spread(builder: Builder, part: Attention, element_bytes: int) -> Value:
     """Return half of a table with each entry twice, which every layer makes anew."""
-    table = builder.tape.value(Quantity.POSITIONS, part.rotary_dim, element_bytes)
+    table = builder.tape.value(builder.settings.table_rows, part.rotary_dim, element_bytes)
     return builder.tape.make("spread table", table)
 
 
@@ -83,8 +82,9 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
     # Source: ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.23.0).
     tape, rotated = builder.tape, part.rotary_dim
     table = tape.make("repeat table", builder.constant(part.position_rows * rotated, 4))
-    numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8), table)
-    rows = tape.make("gather", tape.value(Quantity.POSITIONS, rotated, 4), table, numbers)
+    positions = builder.settings.table_rows
+    numbers = tape.make("repeat positions", tape.value(positions, rotated, 8), table)
+    rows = tape.make("gather", tape.value(positions, rotated, 4), table, numbers)
     with tape.alive(table, numbers):
         rows = (
             rows
