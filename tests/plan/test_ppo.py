@@ -72,3 +72,24 @@ def test_logits_of_all_answers_stay_and_are_there_three_times_as_they_are_joined
 def test_what_its_loop_never_does_is_refused_by_name(settings, error, text):
     with pytest.raises(error, match=text):
         plan(**settings)
+
+
+def test_a_command_of_trls_script_is_planned_with_its_own_keys(tmp_path):
+    command = "python examples/scripts/ppo/ppo_tldr.py --dataset_name a/b --output_dir o --per_device_train_batch_size 2 --dtype bfloat16"
+    paths = "--sft_model_path Qwen/Qwen2.5-0.5B --reward_model_path Qwen/Qwen2.5-1.5B --gradient_accumulation_steps 4"
+    (tmp_path / "job.sh").write_text(f"{command} {paths} --num_mini_batches 2 --local_rollout_forward_batch_size 4\n")
+    said = {"method.ppo.mini_batches": 2, "method.ppo.forward_batch": 4, "gradient_accumulation_steps": 4}
+    said |= {"micro_batch_size": 2, "sequence_length": 512 + 53, "padded_rows": "true", "kernels.optimizer": "fused"}
+    own = plan(**said, **{"method.reward_model.model": JUDGE})
+    assert plan_by_share(str(tmp_path / "job.sh"), gpu="h200").memory.requested_bytes == own.memory.requested_bytes
+
+
+def test_a_policy_by_a_trainer_with_another_loop_is_refused_with_what_plans_one(tmp_path):
+    (tmp_path / "ppo.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nreward_model: a/b\nstage: ppo\ndo_train: true\nfinetuning_type: full\n"
+        "dataset: a\ntemplate: qwen\noutput_dir: o\nbf16: true\n"
+    )
+    with pytest.raises(
+        CannotAnswerError, match=r"ppo by a loop of this trainer's own is not modelled.*--stack trl@1.12"
+    ):
+        plan_by_share(str(tmp_path / "ppo.yaml"), gpu="h200")

@@ -20,8 +20,13 @@ from memplan.errors import (
     first_lines,
     printable,
 )
-from memplan.library.lookup.unplanned_keys import method_keys, planned_keys, refuse_unplanned, without_keys
-from memplan.training.rules.ppo_rules import BESIDE_VALUES, HAS_TRAINER
+from memplan.library.lookup.unplanned_keys import (
+    method_keys,
+    planned_keys,
+    refuse_other_policies,
+    refuse_unplanned,
+    without_keys,
+)
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -47,6 +52,7 @@ STAGES = {
     "kto": "kto",
     "reward": "reward",
     "grpo": "grpo",
+    "ppo": "ppo",
     "orpo": "orpo",
     "cpo": "cpo",
     "simpo": "simpo",
@@ -56,10 +62,6 @@ STAGES = {
 FEW = 3
 """Keys that a message names beside the first."""
 TUNINGS = ("full", "lora", "qlora", "freeze")
-BY_HAND = (
-    f"not read from files; as TRL's PPOTrainer runs it: memplan fit MODEL --stack {HAS_TRAINER} --set method.stage=ppo "
-    "--set method.reward_model.model=NAME"
-)
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
 
 
@@ -223,8 +225,8 @@ def training_document(
     unnamed = job.reading.refusals and not {"stage", "tuning"} <= method.keys()
     if not unnamed and (method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS):
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
-        how = BY_HAND if method.get("stage") in BESIDE_VALUES else MODELLED
-        raise CannotAnswerError(f"{text}: {kind} is not modelled; {how}")
+        raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
+    refuse_other_policies(text, str(method.get("stage")), job.value("training.stack"), catalog)
     if job.refused:
         _refuse_first(job)
     data = without_keys(job.section("training"), given)

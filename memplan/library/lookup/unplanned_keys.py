@@ -4,10 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from memplan.catalog.config_keys.method_keys import Embedding, Rollout
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Embedding, Method, Rollout
 from memplan.errors import CannotAnswerError, printable
 from memplan.training.rules.distillation_rules import DISTILLED
 from memplan.training.rules.method_rules import GENERATING
+from memplan.training.rules.ppo_rules import BESIDE_VALUES, HAS_TRAINER
 
 
 def without_keys(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
@@ -45,6 +47,19 @@ def refuse_unplanned(text: str, data: Mapping[str, Any], kind: type, above: str 
             )
 
 
+def refuse_other_policies(text: str, stage: str, stack: str | None, catalog: Catalog) -> None:
+    """Refuse PPO as a trainer runs it whose loop is another than the one that is planned.
+
+    Raises:
+        CannotAnswerError: The stack that a file stands for has no such loop.
+    """
+    if stage in BESIDE_VALUES and (stack is None or stage not in catalog.stack(stack).stages):
+        how = f"memplan fit MODEL --stack {HAS_TRAINER} --set method.stage={stage} --set method.reward_model.model=NAME"
+        raise CannotAnswerError(
+            f"{text}: {stage} by a loop of this trainer's own is not modelled; as TRL's PPOTrainer runs it: {how}"
+        )
+
+
 def planned_keys(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Return the keys that a training config, or a part of it, has, without those that are nothing."""
     hints = get_type_hints(kind)
@@ -63,6 +78,8 @@ def method_keys(method: Mapping[str, Any], stage: str) -> dict[str, Any]:
     keys = {} if (balances := method.get("balances")) is None else {"balances": balances}
     if stage == "sft":
         return keys
+    if stage in BESIDE_VALUES:
+        return {**planned_keys(method, Method), "stage": stage}
     generated = stage in GENERATING or (stage in DISTILLED and "rollout" in method)
     rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if generated else {}
     rollout |= _taught(method) if stage in DISTILLED else {}
