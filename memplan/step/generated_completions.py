@@ -76,6 +76,11 @@ def generating_setup(setup: TrainingSetup) -> TrainingSetup:
     return replace(setup, config=config, stack=stack, compute_bytes=FLOAT_BYTES[compute])
 
 
+def uncached(setup: TrainingSetup) -> TrainingSetup:
+    """Return a setup of a model whose layers record no cache of their own."""
+    return replace(setup, stack=replace(setup.stack, loop=replace(setup.stack.loop, cache="none")))
+
+
 def generation_moments(
     spec: ModelSpec, setup: TrainingSetup, requested: Completions, tapes: Tapes
 ) -> Iterator[Instant]:

@@ -277,8 +277,8 @@ def _named_embeddings(inputs: StepInputs) -> Form:
     code = family_code(setup.stack, spec.architecture)
     if not code.forms_tables and spec.encoder is None:
         return ZERO
-    if setup.names_hidden and not spec.learned_positions:
-        return ZERO  # it is what the first layer is given
+    if setup.names_hidden and "logits" in setup.stack.loop.holds and not spec.learned_positions:
+        return ZERO  # it is what the first layer is given, which the model returns, but where it generates
     row = spec.hidden_size * setup.residual_bytes
     positions = single_form(Part.TEMPORARIES, position_quantity(code), row) if _names_positions(spec) else ZERO
     return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions

@@ -13,10 +13,9 @@ from tests.survey.stacks.stack_records import catalog_at
 
 POLICY, JUDGE = "qwen2.5-0.5b", "qwen2.5-1.5b"
 TRACED = json.loads((Path(__file__).parent / "ppo_steps.json").read_text())
-"""What TRL's own code did, on tensors without memory: a job drawn by ``--stack trl --at 1.12 --stage ppo``, and smaller ones alike.
-
-Generation in fp32, by attention step by step, is planned up to 7 % too large; it is below the peak of each.
-"""
+"""What TRL's own code did, on tensors without memory: a job drawn by ``--stack trl --at 1.12 --stage ppo``, and smaller ones alike."""
+BELOW_PEAK = {"generation": 0.02, "scoring": 0.015}
+"""Instants that are planned less closely: the first where attention goes step by step in fp32, the second of Phi-3."""
 
 
 @pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
@@ -25,9 +24,7 @@ def test_a_plan_is_what_trls_own_code_did(record):
     assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
     assert plan.persistent_bytes == record["persistent_bytes"]
     for name, size in record["instants"].items():
-        assert dict(plan.instants).get(name, size) == pytest.approx(
-            size, rel=0.07 if name == "generation" else 0.015
-        ), name
+        assert dict(plan.instants).get(name, size) == pytest.approx(size, rel=BELOW_PEAK.get(name, 0.005)), name
 
 
 def plan(config="bf16-adamw", stack="trl@1.12", **settings):

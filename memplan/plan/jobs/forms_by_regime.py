@@ -144,7 +144,7 @@ class FormsByRegime:
 
     def _generation(self, batch: int, length: int) -> Iterator[Instant]:
         """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
-        from memplan.step.generated_completions import Completions, generating_setup, generation_moments
+        from memplan.step.generated_completions import Completions, generating_setup, generation_moments, uncached
 
         setup, states = generating_setup(self.setup), self.states
         if setup is not self.setup:  # nothing is cast for products
@@ -153,7 +153,7 @@ class FormsByRegime:
 
         def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
             regime = regime_of(self.model, setup, rows, tokens)
-            return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
+            return *step_on_tape(self.model, uncached(setup), states, regime), self.values(rows, tokens)
 
         prompt = max(1, length - self.setup.completion_length)
         evaluated = (self.setup.config.evaluation_batch_size or 0) if self.setup.config.evaluation else 0

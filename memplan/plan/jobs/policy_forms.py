@@ -6,6 +6,7 @@ from dataclasses import replace
 from memplan.model.model import Model
 from memplan.step.beside.policy_step import Phase, Taped, generated, micro_steps, scored
 from memplan.step.beside.second_forward import running, states_on_tape
+from memplan.step.generated_completions import uncached
 from memplan.step.instants import StepForms, saved_by_layers
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import module_bytes
@@ -38,7 +39,7 @@ class PolicyForms:
         self._learning = tapes_of(value.model, value.setup, own)
         judges = ((setup.value_model, value), (setup.reward_model, reward))
         self._judging = [
-            tapes_of(runs.model, _named(_uncached(runs.setup)), states_on_tape(second)) for second, runs in judges
+            tapes_of(runs.model, _named(uncached(runs.setup)), states_on_tape(second)) for second, runs in judges
         ]
 
     def forms(self, batch: int, length: int, generation: Callable[[int], Iterator[Instant]]) -> StepForms:
@@ -97,8 +98,3 @@ class PolicyForms:
 def _named(setup: TrainingSetup) -> TrainingSetup:
     """Return a setup whose loop has names for all that a forward returns."""
     return replace(setup, stack=replace(setup.stack, loop=replace(setup.stack.loop, holds=("logits",))))
-
-
-def _uncached(setup: TrainingSetup) -> TrainingSetup:
-    """Return a setup of a model that is asked for no cache."""
-    return replace(setup, stack=replace(setup.stack, loop=replace(setup.stack.loop, cache="none")))

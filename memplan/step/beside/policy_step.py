@@ -158,6 +158,7 @@ def scored(phase: Phase, policy: Taped, values: Taped, rewards: Taped) -> Iterat
     ids = phase.given + phase.left + ID_BYTES * phase.padded * phase.length
     ids += phase.answer * (before * judged + phase.last * NUMBER_BYTES)
     around = phase.scores + constant_form(Part.ACTIVATIONS, ids)
+    yield Instant(SCORING, "logits of the last phase", around + phase.scores)
     yield Instant(SCORING, "log-probabilities", around + phase.logits(1, NUMBER_BYTES))
     reference = reference_model(policy.inputs, policy.taped)
     assert reference is not None
@@ -167,8 +168,14 @@ def scored(phase: Phase, policy: Taped, values: Taped, rewards: Taped) -> Iterat
         yield policy.fixed(moment, around, SCORING)
     logits = phase.logits(rows, phase.policy_bytes, phase.length)
     left = around + policy.bytes_of(_named(reference)) + logits
-    alone = phase.logits(1, phase.policy_bytes)
-    yield Instant(SCORING, "log-probabilities of the reference", left + alone * min(2, rows))
+    alone = phase.logits(
+        1, phase.policy_bytes
+    )  # of one row: exponentials in fp32, and else the result beside the last row's
+    yield Instant(
+        SCORING,
+        "log-probabilities of the reference",
+        left + alone * (1 if phase.policy_bytes == NUMBER_BYTES else min(2, rows)),
+    )
     for second in (values, rewards):
         arguments = forward_arguments(second.inputs)
         for moment in forward_alone(second.inputs, second.taped, ZERO, SCORING, arguments):
