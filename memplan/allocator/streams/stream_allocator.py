@@ -179,8 +179,7 @@ class StreamAllocator:
                     insort(sizes, rest)
                 end = stop
             live[name] = start, end
-            allocated += end - start
-            if allocated > peak:
+            if (allocated := allocated + end - start) > peak:
                 peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
         self.parts.append(Part((largest, last), new))

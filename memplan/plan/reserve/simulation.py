@@ -137,10 +137,8 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
 def _evaluated(plan: MemoryPlan, inputs: StepInputs, taped: ModelOnTape, length: int) -> tuple[StepInputs, ModelOnTape]:
     """Return what a forward that evaluates is made of: other operations run for so many rows, as where these alone have padding."""
     rows = plan.setup.config.evaluation_batch_size
-    if rows is None or not plan.setup.evaluates_apart:
-        return inputs, taped
-    regime = regime_of(plan.own, plan.setup, rows, length)
-    if regime == inputs.regime:
+    regime = inputs.regime if rows is None else regime_of(plan.own, plan.setup, rows, length)
+    if regime == inputs.regime or not plan.setup.evaluates_apart:
         return inputs, taped
     own = replace(inputs, setup=setup_in(plan.setup, padded=regime.padded), regime=regime)
     return own, model_on_tape(own)
@@ -163,12 +161,7 @@ class Runs:
 
 
 def simulated(
-    plan: MemoryPlan,
-    *,
-    least: bool | None = True,
-    runs: Runs | None = None,
-    tight: bool = True,
-    fitting: bool = False,
+    plan: MemoryPlan, *, least: bool | None = True, runs: Runs | None = None, tight: bool = True, fitting: bool = False
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated, that of a pipeline for each of its ranks; where that cannot be, the same with the reason.
 
@@ -222,8 +215,10 @@ def _with_run(
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
-    beside = allowances.upper_context_bytes + plan.padding_bytes
-    if least is None and result.most_bytes + apart + beside > plan.usable_bytes:
+    if (
+        least is None
+        and result.most_bytes + apart + allowances.upper_context_bytes + plan.padding_bytes > plan.usable_bytes
+    ):
         result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
@@ -315,10 +310,8 @@ def exceeds_in_blocks(plan: MemoryPlan) -> bool:
     if plan.exceeds_device or not is_sharded(plan.setup.config.parallel) or plan.setup.config.parallel.pipeline > 1:
         return plan.exceeds_device
     shards, other = _other_streams(plan)
-    return (
-        plan.allocated_bytes + shards - other + _without_streams(plan).allowances.upper_context_bytes
-        > plan.usable_bytes
-    )
+    blocks = plan.allocated_bytes + shards - other
+    return blocks + _without_streams(plan).allowances.upper_context_bytes > plan.usable_bytes
 
 
 def _without_streams(plan: MemoryPlan) -> MemoryPlan:
