@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.config_keys.method_keys import Embedding, Rollout
 from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
-from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
-from memplan.step.beside.second_forward import second_bytes
+from memplan.plan.model_notes import LINEAR_ALONE, experts_format, phase_notes, recurrent_kernels, teacher_note
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.refused_row_masks import may_pad
 from memplan.step.states.optimizer_scratch import most_together
@@ -17,8 +16,6 @@ from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
-from memplan.training.rules.distillation_rules import on_policy
-from memplan.training.second_models import VALUES, BesideModel
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -182,7 +179,7 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         if method.stage == "kto" and plan.setup.profile.loss == "log-probabilities":
             yield "every answer is taken to be desirable; metrics copy logits of those that are, and of those that are not"
     elif plan.setup.value_model is not None:
-        yield from _phase(plan)
+        yield from phase_notes(plan)
     else:
         yield from _rollout(plan, method.rollout)
     if plan.setup.scores:
@@ -192,26 +189,12 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
     if plan.setup.has_value_head:
         yield "a head of values in fp32 is trained; the model's own forms logits and a loss too, to which no gradient comes"
     if plan.setup.teacher is not None:
-        yield from _teacher(plan, plan.setup.teacher)
+        yield teacher_note(plan, plan.setup.teacher)
     if method.reference_model != "none":
         own = plan.setup.config.compute_dtype if reference_setup(plan.setup) is not plan.setup else "the same formats"
         yield f"reference model: {REFERENCES[str(method.reference_model)].format(own)}"
     if method.reference_model == "resident" and is_sharded(plan.setup.config.parallel):
         yield "TRL shards the reference model as one unit: in its forward all of it is there twice, in the buffer it is gathered in and copied out"
-
-
-def _teacher(plan: MemoryPlan, teacher: BesideModel) -> Iterator[str]:
-    """Yield what a student learns from."""
-    names, size = teacher.setup.format_names, second_bytes(plan.states.tensors)
-    matrices, rest = names["hidden_matrix"], names["embedding"]
-    formats = matrices if matrices == rest else f"{matrices} with {rest} beside"
-    method = plan.setup.config.method
-    said, results = method.teacher, "hidden states" if on_policy(method) else "logits"
-    dtype = "" if said is not None and said.dtype else ", the dtype of most checkpoints"
-    yield (
-        f"teacher: {teacher.model.spec.name}, frozen, {size:,} B of weights in {formats}{dtype}; its forward runs beside all that the "
-        f"student's has left, and its {results} stay until the loss is there ({method.divergence})"
-    )
 
 
 def _texts(texts: Embedding) -> str:
@@ -256,18 +239,6 @@ def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:
     asleep = ", and sleeps while a step runs" if rollout.sleeps and rollout.engine == "vllm" else ""
     scored = "; rewards are computed elsewhere" if setup.teacher is None else ""
     yield f"generation: {ENGINES[rollout.engine]}{asleep}{scored}"
-
-
-def _phase(plan: MemoryPlan) -> Iterator[str]:
-    """Yield what a phase of PPO has on the card besides its policy."""
-    for role, second in plan.setup.seconds.items():
-        size, trained = second_bytes(plan.states.tensors, role), "trained whole" if role == VALUES else "frozen"
-        yield f"{role}: {second.model.spec.name}, {trained}, {size:,} B of weights"
-    rows = plan.micro_batch_size * plan.setup.config.gradient_accumulation_steps
-    yield (
-        f"method ppo: {rows} answers of {plan.setup.completion_length:,} tokens, none of which ends earlier; the logits that all were sampled "
-        "from stay in fp32 until the next are there; no autocast, no checkpointing and no clipping, which its loop never switches on"
-    )
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from memplan.step.beside.second_forward import second_bytes
 from memplan.step.blocks.fused_adapters import decoded_weight_bytes
 from memplan.training.image_models import plans_images
 from memplan.training.own_settings import own_settings
+from memplan.training.rules.distillation_rules import on_policy
+from memplan.training.second_models import VALUES, BesideModel
 from memplan.training.stack_models import TEXT_ALONE, UNCHECKPOINTED
 from memplan.units import format_bytes
 
@@ -84,4 +87,34 @@ def notes_on_models(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
         *(f"{note}." for note in dict.fromkeys(told)),
         *(IN_SHORT[kernel] for kernel in dict.fromkeys(filter(None, map(recurrent_kernels, plans)))),
         *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),
+    )
+
+
+def teacher_note(plan: MemoryPlan, teacher: BesideModel) -> str:
+    """Return what a student learns from."""
+    names, size = teacher.setup.format_names, second_bytes(plan.states.tensors)
+    matrices, rest = names["hidden_matrix"], names["embedding"]
+    formats = matrices if matrices == rest else f"{matrices} with {rest} beside"
+    method = plan.setup.config.method
+    said, results = method.teacher, "hidden states" if on_policy(method) else "logits"
+    dtype = "" if said is not None and said.dtype else ", the dtype of most checkpoints"
+    return (
+        f"teacher: {teacher.model.spec.name}, frozen, {size:,} B of weights in {formats}{dtype}; its forward runs beside all that the "
+        f"student's has left, and its {results} stay until the loss is there ({method.divergence})"
+    )
+
+
+def phase_notes(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what a phase of PPO has on the card besides its policy."""
+    for role, second in plan.setup.seconds.items():
+        size, trained = second_bytes(plan.states.tensors, role), "trained whole" if role == VALUES else "frozen"
+        words, all_words = second.model.spec.vocab_size, plan.model.spec.vocab_size
+        fewer = (
+            f", {words:,} words of the policy's {all_words:,}: ids beyond them end a run" if words < all_words else ""
+        )
+        yield f"{role}: {second.model.spec.name}, {trained}, {size:,} B of weights{fewer}"
+    rows = plan.micro_batch_size * plan.setup.config.gradient_accumulation_steps
+    yield (
+        f"method ppo: {rows} answers of {plan.setup.completion_length:,} tokens, none of which ends earlier; the logits that all were sampled "
+        "from stay in fp32 until the next are there; no autocast, no checkpointing and no clipping, which its loop never switches on"
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.method_keys import Images, Method, SecondModel
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
@@ -38,15 +39,18 @@ class BesideModel:
     cached: tuple[tuple[int, int], ...] = ()
 
 
-def trained_config(config: TrainingConfig, given: SecondModel) -> TrainingConfig:
+def trained_config(config: TrainingConfig, given: SecondModel, catalog: Catalog) -> TrainingConfig:
     """Return the config by which a model of values trains beside the policy of ``config``: whole, by the same optimizer.
+
+    The states of torch's are as wide as the weights that it steps, which each model has its own of.
 
     Source:
         ``PolicyAndValueWrapper`` and ``PPOTrainer.__init__`` in trl/experimental/ppo/ppo_trainer.py (1.12.0), which puts adapters on
         the policy alone.
     """
     dtype = given.dtype or DEFAULT_DTYPE
-    own = {role: name for role, name in config.optimizer.items() if not name.startswith("adamw-") or "8bit" in name}
+    torch = catalog.optimizers["adamw-fp32"].implementation
+    own = {role: name for role, name in config.optimizer.items() if catalog.optimizers[name].implementation != torch}
     frozen = second_config(config, given)
     return replace(
         frozen,

@@ -41,6 +41,25 @@ def test_all_four_models_are_there_and_two_of_them_train():
     assert large.components["optimizer_states"] - small.components["optimizer_states"] > 1.9 * gone
 
 
+def test_states_of_a_model_of_values_are_of_the_same_optimizer_and_of_its_own_width():
+    names = {
+        name: plan(
+            **{"optimizer.default": name, "method.reward_model.dtype": "fp32"}
+        ).memory.setup.value_model.setup.optimizer_names
+        for name in ("adamw-bf16", "adamw-4bit-torchao", "lion-bnb")
+    }
+    assert {name: {*own.values()} for name, own in names.items()} == {
+        "adamw-bf16": {"adamw-fp32"},
+        "adamw-4bit-torchao": {"adamw-4bit-torchao"},
+        "lion-bnb": {"lion-bnb"},
+    }
+
+
+def test_a_judge_of_fewer_words_is_said_to_be_one():
+    judged = plan(method__reward_model__model="llama-3.2-1b")
+    assert any("128,256 words of the policy's 151,936" in line for line in judged.memory.assumptions)
+
+
 def test_logits_of_all_answers_stay_and_are_there_three_times_as_they_are_joined():
     sizes = [dict(plan(gradient_accumulation_steps=n).memory.instants) for n in (8, 16)]
     row = 4 * 151_936 * 53

@@ -226,7 +226,7 @@ def _with_run(
     if plan.padded and (tight or verdict == "fits"):
         rows = replace(plan.padded(), usable_bytes=plan.usable_bytes)
         padded = simulated(rows, least=False, runs=runs, tight=False)
-        if verdict == "fits" != padded.verdict:
+        if verdict == "fits" and padded.verdict != "fits":
             verdict = "tight"
         padding = max(0, padded.upper_bytes - upper)
     return replace(

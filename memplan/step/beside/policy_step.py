@@ -168,14 +168,9 @@ def scored(phase: Phase, policy: Taped, values: Taped, rewards: Taped) -> Iterat
         yield policy.fixed(moment, around, SCORING)
     logits = phase.logits(rows, phase.policy_bytes, phase.length)
     left = around + policy.bytes_of(_named(reference)) + logits
-    alone = phase.logits(
-        1, phase.policy_bytes
-    )  # of one row: exponentials in fp32, and else the result beside the last row's
-    yield Instant(
-        SCORING,
-        "log-probabilities of the reference",
-        left + alone * (1 if phase.policy_bytes == NUMBER_BYTES else min(2, rows)),
-    )
+    # of one row exponentials in fp32, and else the result beside that of the row before
+    compared = phase.logits(1 if phase.policy_bytes == NUMBER_BYTES else min(2, rows), phase.policy_bytes)
+    yield Instant(SCORING, "log-probabilities of the reference", left + compared)
     for second in (values, rewards):
         arguments = forward_arguments(second.inputs)
         for moment in forward_alone(second.inputs, second.taped, ZERO, SCORING, arguments):

@@ -4,15 +4,18 @@ from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Traits, Value
 
+FP32 = 4
 NUMBERS_BYTES = 12
 """Of a generated token: what a loss of either saves of numbers that have no names besides."""
-
 
 OF_A_PHASE = ("policy", "values")
 """Losses of a phase: of logits of tokens that were generated, and of numbers of these."""
 
 COMPARED = ("log-probabilities", "divergence", "logits", *OF_A_PHASE)
 """Losses that a trainer forms of whole logits when the model's forward has ended, those logits alone, and those of a phase."""
+
+COMPARING = frozenset(("divide", "log_softmax", "gather", "logsumexp", "compare"))
+"""Operations of the loop, which run when the forward of both models has returned."""
 
 
 def phase_loss(builder: Builder, results: Value, kind: str) -> Value:
@@ -49,11 +52,6 @@ def _of_policy(builder: Builder, logits: Value) -> Value:
         tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
         tape.apply("gather", [(logs, NEW)], chosen, [])
         return _compared(builder, chosen)
-
-
-FP32 = 4
-COMPARING = frozenset(("divide", "log_softmax", "gather", "logsumexp", "compare"))
-"""Operations of the loop, which run when the forward of both models has returned."""
 
 
 def _of_values(builder: Builder, values: Value) -> Value:

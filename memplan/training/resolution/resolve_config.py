@@ -160,7 +160,7 @@ def _second(
         raise CannotAnswerError(
             f"method.{role}.dtype: {dtype} beside products in {compute} is not modelled; use {narrow}"
         )
-    own = trained_config(config, given) if role == VALUES else second_config(config, given)
+    own = trained_config(config, given, catalog) if role == VALUES else second_config(config, given)
     setup = as_called(resolve(own, catalog, f"method.{role}"), config.method)
     model = built_by(beside[role], setup)
     return BesideModel(beside[role], without_dropout(model), with_model_built(setup, model, beside[role]))
