@@ -139,7 +139,9 @@ def test_a_model_that_fits_is_not_ruled_out_before_it_is_planned(name, keys):
 
 def test_a_stack_that_plans_no_model_is_refused_rather_than_answered_with_none(refused):
     given = ("max", "--gpu", "h100", "--config")
-    assert "planned by memplan fit on several GPUs" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)
+    assert "planned by memplan fit, not by other commands" in refused(
+        *given, "bf16-adamw", "--stack", "megatron", code=3
+    )
     assert "adapters on models of torchtitan" in refused(*given, "lora", "--stack", "torchtitan", code=3)
 
 

@@ -96,7 +96,7 @@ def bounds_and_peak(job, card: str) -> tuple[dict[str, int], int]:
     plan = CompiledPlan(model, setup).on(CATALOG.gpus[card])
     sought = _Planned(model, setup, least_bytes_per_parameter(setup))
     bounds = {
-        "before a plan": sought._least_bytes,
+        "before a plan": sought.least_bytes,
         "least": plan.least_bytes(batch, length),
         "saved": plan.saved_bytes(batch, length),
     }

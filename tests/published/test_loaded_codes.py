@@ -26,10 +26,10 @@ def test_codes_lie_where_16_bit_weights_were_sent(model, layers, attention, held
     keys |= {"model_type": "llama", "num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     plan = planned(str(tmp_path), "nf4", attention, 32, 2, 512)
-    assert plan.memory.reserved_bytes == pytest.approx(held, rel=0.002)
+    assert plan.reserved_bytes == pytest.approx(held, rel=0.002)
 
 
 def test_threads_that_send_weights_ahead_leave_what_was_held_on_a_t4():
     runs = [run for run in TABLE["runs"] if run[1] == "nf4" and run[0] == "smollm2-1.7b" and run[4] == 4]
     for run in runs:
-        assert planned(*run[:6], stack="plain-loop@5.0").memory.reserved_bytes == run[7] * 2**20
+        assert planned(*run[:6], stack="plain-loop@5.0").reserved_bytes == run[7] * 2**20

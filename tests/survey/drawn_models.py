@@ -33,8 +33,11 @@ NOT_BUNDLED = (
     "lfm2",
     "lfm2_moe",
     "llama4_text",
+    "bert",
+    "roberta",
+    "xlm_roberta",
 )
-"""Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's and short convolutions among them."""
+"""Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's, encoders and short convolutions among them."""
 
 OWN_HEAD_WIDTH = frozenset(
     {
