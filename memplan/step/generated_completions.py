@@ -19,6 +19,9 @@ from memplan.training.rules.distillation_rules import on_policy
 BEFORE_CACHE = frozenset(("attention",))
 """Operations of a layer at which what it caches is what it has just formed."""
 
+LAST = "for the last token"
+"""When an operation runs as a single token goes through the model."""
+
 FORMED_AGAIN = 3
 """Copies of a position's logits in fp32 beside those that the model returns: of this token and the one before, and of their probabilities."""
 
@@ -134,9 +137,28 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     retained = _activations(cached + ID_BYTES * shape[0] * ids)
     for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
         less = _activations(own if moment.operation in BEFORE_CACHE else 0)
-        yield Instant(
-            GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + retained - less
-        )
+        form = fixed_form(moment.form, values) + retained - less
+        when = "as it generates" if shape[1] > 1 else LAST
+        yield Instant(GENERATION, f"{moment.operation} {when}", form)
+        if moment.operation == "gather back" and when == LAST:
+            chosen = _activations(_chosen_weights(inputs, shape[0]))
+            yield Instant(GENERATION, f"weights of chosen experts {LAST}", form + chosen)
+
+
+def _chosen_weights(inputs: StepInputs, rows: int) -> int:
+    """Return the bytes of experts' weights that are copied for each routed row as single tokens are generated.
+
+    The copy of the matrices up has a name until that of the matrix down is there; what else a token of each row has then is little.
+
+    Source:
+        ``batched_mm_experts_forward`` in transformers/integrations/moe.py, to which ``_optimize_model_for_decode`` in
+        transformers/generation/utils.py switches from ``grouped_mm`` (5.24.0).
+    """
+    mixtures = [run.layer.mixture for run in inputs.spec.runs if run.layer.mixture is not None]
+    element = FLOAT_BYTES.get(inputs.setup.format_names["expert_matrix"], inputs.setup.compute_bytes)
+    width = {one: (one.latent_size or inputs.spec.hidden_size) * one.intermediate_size for one in mixtures}
+    each = [one.experts_per_token * (3 if one.gated else 2) * width[one] for one in mixtures if not one.every_expert]
+    return rows * max(each, default=0) * element
 
 
 def _activations(size: int) -> Form:

@@ -23,6 +23,9 @@ LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_n
 STATE_SPACE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with state space layers, likewise."""
 
+ENCODERS = ("bert", "roberta", "xlm_roberta")
+"""Families whose tokens see all others, of which embeddings and classes are learnt alone."""
+
 NOT_BUNDLED = (
     *LINEAR,
     *STATE_SPACE,
@@ -33,9 +36,7 @@ NOT_BUNDLED = (
     "lfm2",
     "lfm2_moe",
     "llama4_text",
-    "bert",
-    "roberta",
-    "xlm_roberta",
+    *ENCODERS,
 )
 """Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's, encoders and short convolutions among them."""
 
@@ -75,9 +76,6 @@ GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-ENCODERS = ("bert", "roberta", "xlm-roberta")
-"""Families whose tokens see all others, of which embeddings and classes are learnt alone."""
-
 UNGROUPED = frozenset(
     {*ENCODERS, "gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj", "bloom"}
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from memplan.documents.frozen_values import dataclass
 from memplan.step.alive_around_layers import escaped_form, named_cache, named_input, passed_on
+from memplan.step.generated_completions import LAST
 from memplan.step.instants import backward_instants, forward_instants
 from memplan.step.losses.policy_loss import COMPARING
 from memplan.step.model_on_tape import ModelOnTape
@@ -143,7 +144,7 @@ def generated(phase: Phase, moments: Iterator[Instant], cached: Form) -> Iterato
     around = phase.scores + phase.logits(before, NUMBER_BYTES) + constant_form(Part.ACTIVATIONS, ids)
     retained = phase.logits(phase.last, NUMBER_BYTES)
     for moment in moments:
-        sampled = moment.operation == "choice of a token"
+        sampled = moment.operation.endswith(("choice of a token", LAST))
         yield moment.around(around + (retained if sampled else ZERO))
     yield Instant(GENERATION, "stack of logits", around + retained * 2 + cached)
     ids += ID_BYTES * (phase.padded + phase.last) * phase.length
