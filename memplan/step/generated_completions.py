@@ -8,7 +8,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, ModelSpec
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import GENERATION, forward_alone
+from memplan.step.no_grad_instants import GENERATION, HEAD, parts_alone
 from memplan.step.step_inputs import StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fixed_form
 from memplan.step.tapes.moments import Instant
@@ -135,18 +135,20 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     by_row = inputs.setup.stack.rotary_tables.rows == "batch"
     arguments += tables_of_graph(inputs) * (1 if by_row else shape[0])  # positions are counted row by row
     retained = _activations(cached + ID_BYTES * shape[0] * ids)
-    for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
-        less = _activations(own if moment.operation in BEFORE_CACHE else 0)
-        form = fixed_form(moment.form, values) + retained - less
-        when = "as it generates" if shape[1] > 1 else LAST
+    when = "as it generates" if shape[1] > 1 else LAST
+    chosen = _chosen_weights(inputs, taped, shape[0]) if when == LAST else {}
+    for kind, moment in parts_alone(inputs, taped, ZERO, GENERATION, arguments):
+        if kind == HEAD:
+            continue
+        attends = moment.operation in BEFORE_CACHE
+        form = fixed_form(moment.form, values) + retained - _activations(own if attends else 0)
         yield Instant(GENERATION, f"{moment.operation} {when}", form)
-        if moment.operation == "gather back" and when == LAST:
-            chosen = _activations(_chosen_weights(inputs, shape[0]))
-            yield Instant(GENERATION, f"weights of chosen experts {LAST}", form + chosen)
+        if kind in chosen and not attends:
+            yield Instant(GENERATION, f"weights of chosen experts {when}", form + _activations(chosen[kind]))
 
 
-def _chosen_weights(inputs: StepInputs, rows: int) -> int:
-    """Return the bytes of experts' weights that are copied for each routed row as single tokens are generated.
+def _chosen_weights(inputs: StepInputs, taped: ModelOnTape, rows: int) -> dict[int, int]:
+    """Return, of each kind of layer with experts, the bytes of their weights that are copied for each routed row of single tokens.
 
     The copy of the matrices up has a name until that of the matrix down is there; what else a token of each row has then is little.
 
@@ -154,11 +156,14 @@ def _chosen_weights(inputs: StepInputs, rows: int) -> int:
         ``batched_mm_experts_forward`` in transformers/integrations/moe.py, to which ``_optimize_model_for_decode`` in
         transformers/generation/utils.py switches from ``grouped_mm`` (5.24.0).
     """
-    mixtures = [run.layer.mixture for run in inputs.spec.runs if run.layer.mixture is not None]
     element = FLOAT_BYTES.get(inputs.setup.format_names["expert_matrix"], inputs.setup.compute_bytes)
-    width = {one: (one.latent_size or inputs.spec.hidden_size) * one.intermediate_size for one in mixtures}
-    each = [one.experts_per_token * (3 if one.gated else 2) * width[one] for one in mixtures if not one.every_expert]
-    return rows * max(each, default=0) * element
+    mixtures = {kind: run.layer.mixture for kind, run in zip(taped.kinds, taped.runs, strict=True)}
+    return {
+        kind: rows * one.experts_per_token * (3 if one.gated else 2) * width * one.intermediate_size * element
+        for kind, one in mixtures.items()
+        if one is not None and not (one.every_expert or one.modules)
+        for width in (one.latent_size or inputs.spec.hidden_size,)
+    }
 
 
 def _activations(size: int) -> Form:
