@@ -1,8 +1,5 @@
 """Plans of a student that learns from a teacher, as a user sees them."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 import memplan
@@ -10,12 +7,10 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.planned_job import plan_by_share
 from memplan.report.canvas import Canvas
 from memplan.report.screens.plan_screen import plan_screen
-from tests.survey.stacks.drawn_stack_jobs import StackJob
-from tests.survey.stacks.judged_stack_jobs import planned
-from tests.survey.stacks.stack_records import catalog_at
+from tests.plan.traced_steps import hold_traced, records_of
 
 STUDENT, TEACHER = "qwen2.5-0.5b", "qwen2.5-1.5b"
-TRACED = json.loads((Path(__file__).parent / "distilled_steps.json").read_text())
+TRACED = records_of("distilled_steps.json")
 """What TRL's own code did, on tensors without memory: drawn by ``python -m tests.survey.stacks --stack trl --stage distillation``.
 
 GKD's jobs are those of seed 20261201 before that drew the core trainer too, the core trainer's of seeds 20261201 to 20261205. Two jobs
@@ -24,13 +19,9 @@ and an LFM2-VL whose generation, below the peak, is planned 57 % too large.
 """
 
 
-@pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
+@TRACED
 def test_a_plan_is_what_trls_own_code_did(record):
-    plan = planned(StackJob.read(json.dumps(record["job"])), catalog_at(""))
-    assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
-    assert plan.persistent_bytes == record["persistent_bytes"]
-    for name, size in record["instants"].items():
-        assert dict(plan.instants).get(name, size) == pytest.approx(size, rel=0.02), name
+    hold_traced(record, 0.02)
 
 
 def plan(model=STUDENT, config="bf16-adamw", stack="trl", gpu="h200", **settings):

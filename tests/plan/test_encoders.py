@@ -1,28 +1,19 @@
 """Plans of encoders: what their own code did to drawn jobs, and what is refused by name."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from memplan.errors import CannotAnswerError
 from memplan.library.answers.planned_job import plan_by_share
-from tests.survey.stacks.drawn_stack_jobs import StackJob
-from tests.survey.stacks.judged_stack_jobs import planned
-from tests.survey.stacks.stack_records import catalog_at
+from tests.plan.traced_steps import hold_traced, records_of
 
-TRACED = json.loads((Path(__file__).parent / "encoder_steps.json").read_text())
+TRACED = records_of("encoder_steps.json")
 """What Sentence Transformers' and transformers' own code did, on tensors without memory: drawn by ``python -m tests.survey.stacks --encoders``,
-with ``--stage embedding`` and ``--stage classification --method full``."""
+with ``--stage embedding`` and ``--stage classification --method full``; those that agreed, of up to 512 tokens."""
 
 
-@pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
+@TRACED
 def test_a_plan_is_what_the_librarys_own_code_did(record):
-    plan = planned(StackJob.read(json.dumps(record["job"])), catalog_at(""))
-    assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
-    assert plan.persistent_bytes == record["persistent_bytes"]
-    for name, size in record["instants"].items():
-        assert dict(plan.instants).get(name, size) == pytest.approx(size, rel=0.02), name
+    hold_traced(record, 0.02)
 
 
 def plan(model="bge-base-en-v1.5", stack="sentence-transformers", stage="embedding", config="bf16-adamw", **settings):

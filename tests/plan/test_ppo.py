@@ -1,30 +1,21 @@
 """Plans of PPO: a policy, a model of values that trains beside it, and what judges answers, as a user sees them."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.planned_job import plan_by_share
-from tests.survey.stacks.drawn_stack_jobs import StackJob
-from tests.survey.stacks.judged_stack_jobs import planned
-from tests.survey.stacks.stack_records import catalog_at
+from tests.plan.traced_steps import hold_traced, records_of
 
 POLICY, JUDGE = "qwen2.5-0.5b", "qwen2.5-1.5b"
-TRACED = json.loads((Path(__file__).parent / "ppo_steps.json").read_text())
+TRACED = records_of("ppo_steps.json")
 """What TRL's own code did, on tensors without memory: a job drawn by ``--stack trl --at 1.12 --stage ppo``, and smaller ones alike."""
 BELOW_PEAK = {"generation": 0.02, "scoring": 0.015}
 """Instants that are planned less closely: the first where attention goes step by step in fp32, the second of Phi-3."""
 
 
-@pytest.mark.parametrize("record", TRACED["records"], ids=lambda record: record["job"]["model"]["model_type"])
+@TRACED
 def test_a_plan_is_what_trls_own_code_did(record):
-    plan = planned(StackJob.read(json.dumps(record["job"])), catalog_at(""))
-    assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
-    assert plan.persistent_bytes == record["persistent_bytes"]
-    for name, size in record["instants"].items():
-        assert dict(plan.instants).get(name, size) == pytest.approx(size, rel=BELOW_PEAK.get(name, 0.005)), name
+    hold_traced(record, 0.005, BELOW_PEAK)
 
 
 def plan(config="bf16-adamw", stack="trl@1.12", **settings):
