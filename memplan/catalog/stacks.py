@@ -20,7 +20,7 @@ PairKernel = Literal["fused", "rows", "softmax"]
 InputGradients = Literal[
     "never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant", "prepared-reentrant"
 ]
-Cache = Literal["none", "views", "copies", "promoted-copies"]
+Cache = Literal["none", "views", "copies", "promoted-copies", "continued"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
 ]

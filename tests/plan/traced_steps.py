@@ -18,12 +18,12 @@ def records_of(name: str) -> Any:
     return pytest.mark.parametrize("record", records, ids=lambda record: record["job"]["model"]["model_type"])
 
 
-def hold_traced(record: Mapping[str, Any], share: float, shares: Mapping[str, float] | None = None) -> None:
-    """Hold a plan to a record: 0.1 % at the peak, persistent bytes to the byte, and instants within a share, or one of their own."""
+def hold_traced(record: Mapping[str, Any], share: float) -> None:
+    """Hold a plan to a record: 0.1 % at the peak, persistent bytes to the byte, and instants within a share."""
     plan = planned(StackJob.read(json.dumps(record["job"])), catalog_at(""))
-    instants, own = dict(plan.instants), shares or {}
+    instants = dict(plan.instants)
     assert plan.requested_bytes == pytest.approx(record["peak_bytes"], rel=0.001)
     assert plan.persistent_bytes == record["persistent_bytes"]
     assert record["instants"].keys() & instants.keys()
     for name in record["instants"].keys() & instants.keys():
-        assert instants[name] == pytest.approx(record["instants"][name], rel=own.get(name, share)), name
+        assert instants[name] == pytest.approx(record["instants"][name], rel=share), name

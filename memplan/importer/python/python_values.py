@@ -31,7 +31,7 @@ from memplan.importer.python.python_words import (
     YES,
     constant_of,
 )
-from memplan.importer.sources.given_keys import Expression
+from memplan.importer.sources.given_keys import Expression, Loaded
 
 FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, SyntaxError, MemoryError)  # fmt: skip
 
@@ -189,6 +189,9 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
             if isinstance(values, str | dict | list)
             else Expression(shown(node))
         )
+    if called.endswith(("ForCausalLM_from_pretrained", "ForSequenceClassification_from_pretrained")):
+        given = {keyword.arg: literal(keyword.value, names, line) for keyword in node.keywords if keyword.arg}
+        return Loaded(shown(node), given | ({"0": literal(node.args[0], names, line)} if node.args else {}))
     if (returned := names.returns.get(called)) is not None:
         return value_of(returned, names, returned.lineno)
     return Expression(shown(node))

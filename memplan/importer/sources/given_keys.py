@@ -26,6 +26,18 @@ class Expression(str):
     """A value that only running a program would tell, as it is written."""
 
 
+class Loaded(Expression):
+    """A model that a program loads, and the keywords that it gives its class."""
+
+    keywords: Mapping[str, Any]
+
+    def __new__(cls, text: str, keywords: Mapping[str, Any]) -> Loaded:
+        """Return the text of a call, with its keywords."""
+        loaded = super().__new__(cls, text)
+        loaded.keywords = keywords
+        return loaded
+
+
 @dataclass(frozen=True, slots=True)
 class GivenKeys:
     """One source of keys."""

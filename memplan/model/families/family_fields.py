@@ -50,6 +50,9 @@ class FamilyCode:
     # Whether functions have names for all that they form until they return, one for what each norm does.
     names_all: bool = False
     names_attention: bool = False  # The same for what attention returns
+    names_fused: bool = (
+        False  # The same for what one projection of query, key and value yields, until attention's result is projected
+    )
     copies_heads: bool = False  # Whether heads are copied together before they are rotated
     query_first: bool = False  # Whether the query is rotated before key and value are formed
     # Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.

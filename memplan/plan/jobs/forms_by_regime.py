@@ -8,6 +8,7 @@ from operator import mul
 from typing import Literal
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.stacks import Cache
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
@@ -144,16 +145,22 @@ class FormsByRegime:
 
     def _generation(self, batch: int, length: int) -> Iterator[Instant]:
         """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
-        from memplan.step.generated_completions import Completions, generating_setup, generation_moments, uncached
+        from memplan.step.generated_completions import (
+            Completions,
+            generating_model,
+            generating_setup,
+            generation_moments,
+        )
 
         setup, states = generating_setup(self.setup), self.states
         if setup is not self.setup:  # nothing is cast for products
             adapters = adapter_tensors(self.model, setup)
             states = rank_model_states(setup, self.model.inventory, adapters, self.model.spec.hidden_size)
 
-        def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
-            regime = regime_of(self.model, setup, rows, tokens)
-            return *step_on_tape(self.model, uncached(setup), states, regime), self.values(rows, tokens)
+        def tapes(rows: int, tokens: int, form: Cache) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
+            model, own = generating_model(self.model, setup, form)
+            regime = regime_of(model, own, rows, tokens)
+            return *step_on_tape(model, own, states, regime), self.values(rows, tokens)
 
         prompt = max(1, length - self.setup.completion_length)
         evaluated = (self.setup.config.evaluation_batch_size or 0) if self.setup.config.evaluation else 0

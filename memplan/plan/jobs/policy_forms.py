@@ -6,8 +6,9 @@ from dataclasses import replace
 from memplan.model.model import Model
 from memplan.step.beside.policy_step import Phase, Taped, generated, micro_steps, scored
 from memplan.step.beside.second_forward import running, states_on_tape
-from memplan.step.generated_completions import uncached
+from memplan.step.generated_completions import cached_bytes, uncached
 from memplan.step.instants import StepForms, saved_by_layers
+from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import module_bytes
 from memplan.step.tapes.linear_forms import Form, Part, constant_form
@@ -51,10 +52,11 @@ class PolicyForms:
         phase = self._phase(batch, length)
         at_once = min(phase.at_once, phase.rows)
         policy, values = self._policy(batch, length), self._learning(batch, length)
+        own = self._policy(at_once, length)
         judged = [tapes(at_once, length) for tapes in self._judging]
         instants = [
-            *generated(phase, generation(at_once), self._cached(at_once, length)),
-            *scored(phase, self._policy(at_once, length), *judged),
+            *generated(phase, generation(at_once), self._cached(own.taped, at_once, length)),
+            *scored(phase, own, *judged),
             *micro_steps(phase, policy, values),
         ]
         buffers = constant_form(Part.ACTIVATIONS, self._module_bytes())
@@ -79,14 +81,11 @@ class PolicyForms:
             renames=accumulation > method.ppo.mini_batches,
         )
 
-    def _cached(self, rows: int, length: int) -> Form:
+    def _cached(self, taped: ModelOnTape, rows: int, length: int) -> Form:
         """Return keys and values of all tokens but the last, and the rows."""
-        spec, setup = self._model.spec, self._setup
-        sizes = [2 * run.layer.attention.key_value_size * run.count for run in spec.runs]  # type: ignore[union-attr]
-        width = max(setup.compute_bytes, setup.residual_bytes)
-        prompt = length - setup.completion_length
+        prompt = length - self._setup.completion_length
         ids = 8 * (3 * length + prompt) + prompt
-        return constant_form(Part.ACTIVATIONS, rows * ((length - 1) * sum(sizes) * width + ids))
+        return constant_form(Part.ACTIVATIONS, rows * (cached_bytes(self._model.spec, taped, length - 1) + ids))
 
     def _module_bytes(self) -> int:
         """Return what modules of all models keep beside parameters."""

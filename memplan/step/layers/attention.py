@@ -8,8 +8,8 @@ from memplan.step.blocks.builder import Builder, looked_at
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, repeated, ungrouped
-from memplan.step.layers.handed_down import stored
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, repeated, ungrouped
+from memplan.step.layers.handed_down import cached, stored
 from memplan.step.layers.head_gradients import (
     copied_gradients,
     heads_first,
@@ -217,7 +217,7 @@ def _parts_of_one(
     apart = code.adapts_parts
     fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
     query, key, value = (tape.view(fused, size) for size in sizes)
-    builder.named += [fused] if code.adds_inside else []
+    builder.named += [fused] if code.adds_inside or code.names_fused else []
     fused = looked_at(builder, fused) if code.by_groups else fused
     tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
     if builder.settings.copies_fused:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.builder import ONE, TOKENS, Builder, looked_at, promoted
+from memplan.step.blocks.builder import ONE, TOKENS, Builder, looked_at
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
@@ -48,36 +48,6 @@ def ungrouped(builder: Builder, heads: Heads, *, expands: bool = False) -> Heads
     times, alone = heads.number // heads.groups, expands and heads.groups == 1
     key, value = (repeated(builder, x, times, alone=alone) for x in (heads.key, heads.value))
     return Heads(heads.query, key, value, heads.number, heads.number)
-
-
-def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
-    """Return keys and values as the cache has them that a model makes for each forward and returns.
-
-    Source:
-        ``DynamicCache.update`` in transformers/cache_utils.py (4.53.3), ``DynamicLayer.update`` (4.57.6 and 5.23.0, where values are
-        joined with nothing in the dtype of keys, and 5.24.0).
-    """
-    if builder.settings.cache == "none":
-        return key, value
-    given = [key, value]
-    if builder.settings.cache != "views":
-        with builder.tape.alive(key, value):
-            given[0] = _joined(builder, key, key.element_bytes)
-            with builder.tape.alive(given[0]):
-                wide = promoted(key, value) if builder.settings.cache == "promoted-copies" else value.element_bytes
-                given[1] = _joined(builder, value, wide)
-    builder.tape.cached.update(x.storage for x in given)
-    builder.tape.cache_stays = builder.settings.cache_stays
-    builder.named_values += [] if builder.settings.cache_stays else given  # later layers too have them: ``named_cache``
-    return given[0], given[1]
-
-
-def _joined(builder: Builder, x: Value, element_bytes: int) -> Value:
-    """Return a copy of ``x``, joined with what is empty."""
-    copy = builder.fresh(x, x.width, element_bytes)
-    copy.apart = False
-    way = SAME if element_bytes == x.element_bytes else NEW
-    return builder.tape.apply("cat", [(x, way)], copy, traits=SAVES_NOTHING)
 
 
 def attention_kernel(

@@ -15,12 +15,12 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.parameter_tensors import LAYER_INPUT
 from memplan.model.spec import Attention, Layer, ModelSpec, Norm
 from memplan.step.blocks.adapted_projections import linear
-from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.builder import TOKENS, Builder, promoted
 from memplan.step.blocks.norms import normalised
 from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.layers.rotation import receive_tables
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, single_form
-from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 
 OWN_INPUT = "input of the layer"
 """Name of what takes a layer's own of embeddings of all."""
@@ -226,3 +226,47 @@ def sharings(spec: ModelSpec, unread: bool) -> dict[bool, Sharing]:
 def reuses(layer: Layer) -> bool:
     """Tell whether a layer attends to keys and values of another."""
     return isinstance(layer.attention, Attention) and layer.attention.reuses
+
+
+# -------------------------------------------------------------------- what caches have
+def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
+    """Return keys and values as the cache has them that a model makes for each forward and returns.
+
+    Source:
+        ``DynamicCache.update`` in transformers/cache_utils.py (4.53.3), ``DynamicLayer.update`` (4.57.6 and 5.23.0, where values are
+        joined with nothing in the dtype of keys, and 5.24.0).
+    """
+    if builder.settings.cache == "none":
+        return key, value
+    if builder.settings.cache == "continued":
+        return _continued(builder, key, value)
+    given = [key, value]
+    if builder.settings.cache != "views":
+        with builder.tape.alive(key, value):
+            given[0] = _joined(builder, key, key.element_bytes)
+            with builder.tape.alive(given[0]):
+                wide = promoted(key, value) if builder.settings.cache == "promoted-copies" else value.element_bytes
+                given[1] = _joined(builder, value, wide)
+    builder.tape.cached.update(x.storage for x in given)
+    builder.tape.cache_stays = builder.settings.cache_stays
+    builder.named_values += [] if builder.settings.cache_stays else given  # later layers too have them: ``named_cache``
+    return given[0], given[1]
+
+
+def _continued(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
+    """Return keys and values of all tokens, whose bytes count elsewhere, each joined while there is what it is joined of."""
+    whole: list[Value] = []
+    with builder.tape.alive(key, value):
+        for x in (key, value):
+            made = builder.tape.part_of(Quantity.CACHED_TOKENS, x.width, x.element_bytes, needs_gradient=False)
+            made.foreign = x.foreign
+            whole.append(builder.tape.make("join", made, x, scratch=[(Quantity.CACHED_TOKENS, x.coefficient)]))
+    return whole[0], whole[1]
+
+
+def _joined(builder: Builder, x: Value, element_bytes: int) -> Value:
+    """Return a copy of ``x``, joined with what is empty."""
+    copy = builder.fresh(x, x.width, element_bytes)
+    copy.apart = False
+    way = SAME if element_bytes == x.element_bytes else NEW
+    return builder.tape.apply("cat", [(x, way)], copy, traits=SAVES_NOTHING)

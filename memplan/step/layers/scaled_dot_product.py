@@ -13,7 +13,6 @@ from memplan.step.layers.attention_kernels import (
     additive_mask,
     attention_kernel,
     bucketed_attention,
-    cached,
     eager_attention,
     flash_attention,
     flex_attention,
@@ -23,6 +22,7 @@ from memplan.step.layers.attention_kernels import (
     ungrouped,
     weighted_sum,
 )
+from memplan.step.layers.handed_down import cached
 from memplan.step.layers.rotation import rotary, turned_complex
 from memplan.step.layers.stepwise_attention import (
     biased_attention,

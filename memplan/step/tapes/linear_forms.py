@@ -62,6 +62,7 @@ class Quantity(IntEnum):
     COLUMN_TOKENS = 40
     EXAMPLES = 41
     COMPARED = 42
+    CACHED_TOKENS = 43
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -108,6 +109,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.COLUMN_TOKENS: "c*b*t",
     Quantity.EXAMPLES: "b",
     Quantity.COMPARED: "b*m",
+    Quantity.CACHED_TOKENS: "b*l",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, or the columns whose embeddings are compared, V the vocabulary.
 
@@ -116,7 +118,7 @@ n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedd
 p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
 that are left for the last of pieces with as many tokens each.
 A token passes through k of E experts, which are as often chosen each. Of rows that are looked up in a coded table d are decoded at a time.
-m is also how many anchors are compared with all other texts at a time. p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
+m is also how many anchors are compared with all other texts at a time, l how many tokens of a row its cache has, the last one with them. p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
 space layers scan.
 """
 
@@ -305,7 +307,7 @@ def quantities(
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
     layers = (*_chunks_scanned(batch, length, scanned), ceil_div(tokens * routed[0], routed[1]))
-    looked_up = (min(tokens, decoded), min(length, decoded), tokens, batch, batch * batch)
+    looked_up = (min(tokens, decoded), min(length, decoded), tokens, batch, batch * batch, tokens)
     return attended + embedded + predicted + sequences + labelled + ends + bucketed + layers + looked_up
 
 
@@ -317,7 +319,25 @@ def with_columns(values: tuple[int, ...], columns: int, batch: int, length: int,
         batch: Examples; ``length``: tokens of each text.
         together: Anchors that are compared with all others at a time.
     """
-    return (*values[: Quantity.COLUMN_TOKENS], columns * batch * length, batch, batch * together)
+    return (
+        *values[: Quantity.COLUMN_TOKENS],
+        columns * batch * length,
+        batch,
+        batch * together,
+        values[Quantity.CACHED_TOKENS],
+    )
+
+
+def with_cached(values: Sequence[int], rows: int, tokens: int) -> tuple[int, ...]:
+    """Return the values of the quantities of a forward of one token of each row, which attends to so many that are cached."""
+    own = dict(enumerate(values))
+    own |= {
+        Quantity.SCORES: rows * tokens,
+        Quantity.SCORES_AND_SINK: rows * (tokens + 1),
+        Quantity.CACHED_TOKENS: rows * tokens,
+    }
+    own |= {Quantity.PADDED_SCORES: rows * round_up(tokens, 16), Quantity.PADDED_SQUARE: round_up(tokens, 16)}
+    return tuple(own.values())
 
 
 def _chunks_scanned(batch: int, length: int, tokens: int) -> tuple[int, ...]:

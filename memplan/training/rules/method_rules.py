@@ -239,23 +239,21 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     """
     stage, own = config.method.stage, stack.loop.own_comparison
     casts = stack.magnitudes == "cast" or (stack.magnitudes == "cast-but-sft" and stage != "sft")
-    narrow = stage not in UNREFERRED and not own and (casts or _compares_whole(config, stack))
+    narrow = stage not in UNREFERRED | BESIDE_VALUES and not own and (casts or _compares_whole(config, stack))
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
     if stage == "reward" and stack.loop.value_head:
         yield from _beside_values(config, stack)
     comparison, reference = (
-        _comparison_refusals(config, stack, catalog, hidden),
+        _comparison_refusals(config, stack, catalog),
         _reference_refusals(config, stack, hidden),
     )
     rest = (reference, _run_refusals(config, stack), embedding_refusals(config, stack))
     yield from islice(chain(comparison, *rest), 1)
 
 
-def _comparison_refusals(
-    config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str
-) -> Iterator[tuple[Path, str]]:
+def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:
     """Yield a stage that a stack does not run, or losses that it does not take."""
     stage = config.method.stage
     if stage not in stack.stages:
@@ -264,7 +262,7 @@ def _comparison_refusals(
     elif stage in DISTILLED:
         yield from distillation_refusals(config, stack)
     elif stage in BESIDE_VALUES:
-        yield from ppo_refusals(config, hidden)
+        yield from ppo_refusals(config)
     elif _compares_whole(config, stack) and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""

@@ -41,13 +41,16 @@ def with_phase(method: Method) -> Method:
 def as_policy_runs(stack: Stack) -> Stack:
     """Return a stack as PPO's loop calls its models: out of autocast, with positions of every row, and asked for no less than a cache.
 
+    What lies beside quantised matrices stays as it was loaded. TRL casts norms to fp32 where ``bf16`` is said, which a head in bf16 then
+    does not take out of autocast: such a run ends at its first forward.
+
     Source:
         ``forward`` and ``PPOTrainer.__init__`` in trl/experimental/ppo/ppo_trainer.py (1.12.0), where ``Accelerator`` is made without the
         precision that TrainingArguments no longer leave in the environment (transformers 5.24.0).
     """
     loop = replace(stack.loop, cache="copies", balances=False)
     tables = replace(stack.rotary_tables, rows="batch")
-    return replace(outside_autocast(stack), loop=loop, rotary_tables=tables)
+    return replace(outside_autocast(stack), loop=loop, rotary_tables=tables, kbit_floats="as-is", magnitudes="apart")
 
 
 def ppo_problems(config: TrainingConfig, hidden: str) -> Iterator[tuple[Path, str]]:
@@ -90,7 +93,7 @@ def _phase_problems(config: TrainingConfig, phase: Ppo) -> Iterator[tuple[Path, 
         yield ("method", "ppo", "mini_batches"), text
 
 
-def ppo_refusals(config: TrainingConfig, hidden: str) -> Iterator[tuple[Path, str]]:
+def ppo_refusals(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
     """Yield what of a PPO the formula does not follow."""
     method, who = config.method, "TRL's PPOTrainer"
     if config.parallel != Parallel():
@@ -117,7 +120,5 @@ def ppo_refusals(config: TrainingConfig, hidden: str) -> Iterator[tuple[Path, st
         yield ("offload",), "offloading is not modelled for ppo; leave it out"
     if config.adapter is not None and config.adapter.modules_to_save:
         yield ("adapter", "modules_to_save"), "copies that train beside ppo's policy are not modelled; leave it out"
-    if hidden not in FLOATS:
-        yield ("weights", "hidden_matrix"), f"a policy in {hidden} is not modelled for ppo; use bf16 with LoRA"
     if config.images.per_row:
         yield ("images",), "images are not modelled for ppo; leave them out"

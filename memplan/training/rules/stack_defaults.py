@@ -97,6 +97,8 @@ def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
         rule = "bf16"  # TRL's trainers make, or cast, them (trl/trainer/dpo_trainer.py and reward_trainer.py, 1.14.1 and 1.16.0)
     elif hidden not in FLOATS and config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
         rule = "fp32"  # as PEFT makes them (trl/experimental/orpo/orpo_trainer.py, 1.16.0)
+    elif hidden not in FLOATS and config.method.stage in BESIDE_VALUES:
+        rule = "fp32"  # likewise
     if rule == "weights":
         rule = cast("Floats", hidden if hidden in FLOATS else config.compute_dtype)  # type: ignore[assignment]
     return cast("Floats", rule)

@@ -25,7 +25,7 @@ from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import FROM_FILES, PARSED
 from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.sources.conditions import is_on
-from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys, Loaded
 
 TRAINING = ("train", "hyperparameter_search")
 EVALUATES = ("trainer_evaluate", "trainer_predict")
@@ -40,6 +40,10 @@ OWN_PARTS: Mapping[str, str] = {
 """Keyword of a trainer -> what it would have to be without it (transformers/trainer.py, 5.24.0)."""
 SCORED, SCORES = ("GRPOTrainer", "RLOOTrainer"), "ForSequenceClassification_from_pretrained"
 """Trainers of completions, whose ``reward_funcs`` may name or be a model (trl/trainer/grpo_trainer.py, 1.16.0, line 551)."""
+POLICY_TRAINER, QUANTISES = "PPOTrainer", ("quantization_config", "load_in_4bit", "load_in_8bit")
+"""The trainer of a policy, and keywords by which a model of its own is loaded as codes."""
+OLD_POLICY, OLD_SCRIPT = "AutoModelForCausalLMWithValueHead", "stepped_ppo"
+"""The policy of TRL's PPOTrainer before 0.12, which has a head of values of its own and whose ``step`` a program calls."""
 KERNELS = ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp")
 """Functions of ``torch.backends.cuda`` that switch kernels of attention off."""
 CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
@@ -94,6 +98,8 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
         result.take(arguments, name, name)
     _take_model(result, called)
     _take_adapters(result, called)
+    if called == POLICY_TRAINER:
+        _take_beside_policy(result)
     if any(word.endswith("gradient_checkpointing_enable") for word in keys.words):  # arguments switch it on, never off
         result.data["gradient_checkpointing"] = True
     if any(word.endswith(EVALUATES) for word in keys.words):
@@ -107,11 +113,17 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
         lines=result.lines,
         form="file",
         words=(
-            *(("trl", f"{TRAINERS[called]}.py") if called in TRAINERS else (PACKAGES[called], "Trainer")),
+            *(("trl", f"{_script(keys, called)}.py") if called in TRAINERS else (PACKAGES[called], "Trainer")),
             *defaulted,
         ),
         absent=(*keys.absent, *_beyond(result, called)),
     )
+
+
+def _script(keys: GivenKeys, called: str) -> str:
+    """Return the name of the script of TRL's that has a trainer, or had it: before 0.12 a program stepped its policy itself."""
+    stepped = called == POLICY_TRAINER and any(OLD_POLICY in word for word in keys.words)
+    return OLD_SCRIPT if stepped else TRAINERS[called]
 
 
 class _Taken:
@@ -168,6 +180,21 @@ def _take_model(result: _Taken, called: str) -> None:
         quantised = result.data.pop("quantization_config", given.get("quantization_config", MISSING))
     if "BitsAndBytesConfig" in keys.words and quantised not in (None, MISSING):
         result.all("BitsAndBytesConfig", "BitsAndBytesConfig")
+
+
+def _take_beside_policy(result: _Taken) -> None:
+    """Take the models that a policy's trainer is given beside it: what they are loaded from, and in which dtype."""
+    for role in ("reward_model", "value_model"):
+        loaded = _given(result.keys, POLICY_TRAINER).get(role, MISSING)
+        if loaded is MISSING or loaded is None:
+            continue
+        given = loaded.keywords if isinstance(loaded, Loaded) else {"0": loaded}
+        named = {RENAMED["model"].get(name, name): value for name, value in given.items()}
+        for name, key in {"model_name_or_path": role, "dtype": f"{role}_dtype"}.items():
+            result.data[key] = named.get(name, "auto" if name == "dtype" else loaded)
+            result.lines[(key,)] = result.keys.lines.get((POLICY_TRAINER, role), 1)
+        if any(named.get(name) not in (None, False) for name in QUANTISES):
+            result.data[f"{role}_quantized"], result.lines[(f"{role}_quantized",)] = True, result.lines[(role,)]
 
 
 def _take_adapters(result: _Taken, called: str) -> None:

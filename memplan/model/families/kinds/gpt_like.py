@@ -201,6 +201,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
+    names_fused=True,
     scored=True,
     steps_alone=True,
     adds_inside=True,

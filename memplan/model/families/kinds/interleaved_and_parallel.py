@@ -197,6 +197,7 @@ NEOX_NAMES = TensorNames(
 
 
 @runs_as(
+    names_fused=True,
     scored=True,
     joins_none=True,
     sums="late",
@@ -275,6 +276,7 @@ FALCON_NAMES = TensorNames(
 
 
 @runs_as(
+    names_fused=True,
     scored=True,
     own_scores=True,
     wide_softmax=False,

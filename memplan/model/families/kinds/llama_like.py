@@ -95,6 +95,7 @@ def qwen3(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
+    names_fused=True,
     scored=True,
     joins_rotated=True,
     drops_embedding="never",
