@@ -91,3 +91,14 @@ def test_states_in_8_bits_are_those_of_bitsandbytes(dtype):
             theirs.init_state(entries, weight, group, index)
     assert state_bytes(ours) == state_bytes(theirs)
     assert state_bytes(ours).count(1024) == 2
+
+
+def test_states_in_host_memory_may_be_larger_than_that_of_this_machine():
+    """Seed 50130004, job 52, ended for want of 42 GiB."""
+    weight = torch.nn.Parameter(torch.empty(2**20, 2**20, device="meta"))
+    weight.grad = torch.empty_like(weight)
+    optimizer, recorder = Bitsandbytes([weight], 1e-3, moments="1", paged=True), Recorder("meta")
+    with recorder:
+        optimizer.step()
+    recorder.mark(optimizer.state[weight]["state1"], "optimizer_states")
+    assert (recorder.host_bytes, recorder.events) == (4 * 2**40, [])

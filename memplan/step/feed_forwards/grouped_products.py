@@ -51,8 +51,12 @@ def grouped(
     tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=traits)
     tape.touch(*([copy] if copy is not None else []))
     bias = builder.weights.get(f"{name}_bias")
-    if bias is None:
-        return out
+    return out if bias is None else _with_bias(builder, out, bias, experts, uncast=uncast)
+
+
+def _with_bias(builder: Builder, out: Value, bias: Weight, experts: Value, *, uncast: bool) -> Value:
+    """Return a product with the bias of each row's expert, whose rows are gathered before they are added."""
+    tape = builder.tape
     with tape.alive(out):
         if builder.settings.autocast and not uncast:
             builder.cast_weight(bias)
@@ -60,7 +64,8 @@ def grouped(
         biased = tape.view(out) if in_place else builder.fresh(out)
         gathered = [] if builder.settings.code.gathers_ahead else [(out.quantity, out.coefficient)]
         saves = [experts] if bias.trainable else []
-        return tape.apply("add bias", [(out, SAME)], biased, saves, [bias], traits=Traits(scratch=gathered))
+        traits = Traits(scratch=gathered, makes_last=bool(gathered))
+        return tape.apply("add bias", [(out, SAME)], biased, saves, [bias], traits=traits)
 
 
 def aligned(builder: Builder, rows: Value, used: int) -> Value:

@@ -7,6 +7,7 @@ from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.fused_adapters import folded_weight, folding_factors
 from memplan.step.blocks.projections import plain_linear
+from memplan.step.feed_forwards.chosen_experts import chosen_scores, topk
 from memplan.step.feed_forwards.feed_forward import activated, gated, mlp
 from memplan.step.feed_forwards.grouped_products import grouped
 from memplan.step.tapes.linear_forms import Part
@@ -21,7 +22,12 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
         if code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
         weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
-        named = (weights, chosen, logits) if code.names_routers else ()  # until transformers' blocks end
+        named = (
+            weights,
+            chosen,
+            *([logits] if code.names_routers else []),
+        )  # until transformers' blocks, and our own, end
+        named = named if code.names_routers or code.flattens_rows else ()
         with tape.alive(weights, chosen, *named):
             given = linear(builder, x, inside(prefix, LATENT[0]), part.latent_size) if part.latent_size else x
             out = routed_experts(builder, given, weights, chosen, part, inside(prefix, names.experts))
@@ -83,14 +89,14 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
         if part.softmax_of_chosen:
             wide = builder.cast(logits, 4) if part.fp32_choice else logits
             with tape.alive(wide):
-                top = _topk(builder, wide, indices, used)
+                top = topk(builder, wide, indices, used)
                 with tape.alive(top):
                     share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
                     tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
                     return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices, logits
         narrow = part.score_correction and builder.settings.under_autocast and builder.settings.code.casts_routers
         narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
-        share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
+        share = chosen_scores(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
             share = normalised(builder, share)  # by a sum that autocast forms in fp32
             share = builder.cast(share, 4) if part.scores_as_routed and builder.settings.under_autocast else share
@@ -140,40 +146,6 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
     return out
 
 
-def _topk(builder: Builder, scores: Value, indices: Value, used: int) -> Value:
-    top = builder.fresh(scores, used)
-    builder.tape.apply("topk", [(scores, NEW)], (top, indices), [indices])
-    indices.needs_gradient = False
-    return top
-
-
-def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExperts) -> Value:
-    """Return the scores of the chosen experts; experts of groups that take no part are masked."""
-    tape, used, scores = builder.tape, part.experts_per_token, builder.fresh(logits)
-    with tape.alive(logits):
-        tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
-        if not part.score_correction and not part.scores_as_routed:
-            if part.groups > 1:
-                mask = builder.fresh(scores, element_bytes=1)
-                with tape.alive(scores):
-                    scores = builder.pointwise("groups that take part", scores, (mask,))
-            with tape.alive(scores):
-                return _topk(builder, scores, indices, used)
-        with tape.alive(scores):
-            width = scores.element_bytes if part.scores_as_routed else 4
-            choice = scores
-            if part.score_correction:
-                choice = tape.make("add", tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES), scores)
-            if part.groups > 1 or not part.score_correction:
-                masked = tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES)
-                choice = tape.make("groups that take part", masked, choice)
-            values = tape.value(TOKENS, used, width, part=Part.TEMPORARIES)
-            tape.make("topk", values, choice)
-            tape.make("topk", indices, choice)
-            with tape.alive(choice):
-                return tape.apply("gather", [(scores, NEW)], builder.fresh(scores, used), [indices])
-
-
 def normalised(builder: Builder, share: Value, *, shifted: bool = False) -> Value:
     """Return the scores of a token's experts divided by their sum, to which a little is added where it is shifted."""
     tape = builder.tape
@@ -220,7 +192,8 @@ def _sorted_by_expert(
     tape.make("sort", order, chosen)
     x = x if builder.settings.code.grouped_uncast else builder.lowered(x)
     row_order = tape.make("order // used", _indices(builder, used), order)
-    rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
+    with tape.alive(row_order):
+        rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
     ahead = builder.settings.code.gathers_ahead
     early = [_taken(builder, weights, order)] if ahead else []
     with tape.alive(rows, experts, order, *early):
@@ -293,7 +266,7 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
         scratch = [(TOKENS, size)] * (1 + (size != out.coefficient))
         casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
         ways = [(out, NEW), (taken, NEW)]
-        traits = Traits(workspace=scratch, casts=casts, sums_last=bool(casts))
+        traits = Traits(workspace=scratch, casts=casts, sums_last=bool(casts), forms_last=not casts)
         tape.apply("mul", ways, scaled, [out, taken], traits=traits)
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])

@@ -133,10 +133,10 @@ class Bitsandbytes(_Plain):
     def _initialise(self, parameter: Tensor, state: dict[str, Any]) -> None:
         eight_bit = self._bits == 8 and parameter.numel() >= EXEMPT_BELOW
         dtype = torch.uint8 if eight_bit else torch.float32
-        device = "cpu" if self._paged and parameter.numel() >= PAGED_FROM else parameter.device
+        paged = self._paged and parameter.numel() >= PAGED_FROM
         for number in self._moments:
-            # Untouched, so that those on the host take no memory of this machine.
-            state[f"state{number}"] = torch.empty_like(parameter, dtype=dtype, device=device)
+            made = _on_host(parameter, parameter.shape, dtype) if paged else torch.empty_like(parameter, dtype=dtype)
+            state[f"state{number}"] = made
             if eight_bit:
                 if number not in self._tables:
                     self._tables[number] = torch.zeros(2**8, device=parameter.device)
@@ -236,9 +236,19 @@ def _state_tensors(entry: entries.Optimizer, tensor: Tensor) -> Iterator[tuple[T
     for slot in entry.exempt_slots if is_exempt(entry, shape) else entry.slots:
         if slot.dimensions == ("more" if len(shape) < 2 else "one"):
             continue
-        device = torch.device("cpu") if slot.device != "device" else tensor.device
-        size = slot_bytes(slot, shape, tensor.element_size())
-        yield torch.empty(size, dtype=torch.uint8, device=device), slot.name
+        size = (slot_bytes(slot, shape, tensor.element_size()),)
+        here = slot.device == "device"
+        made = (
+            torch.empty(size, dtype=torch.uint8, device=tensor.device) if here else _on_host(tensor, size, torch.uint8)
+        )
+        yield made, slot.name
+
+
+def _on_host(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a state in host memory; in a trace one number stands for all, as this machine may have less than they take."""
+    if not weight.is_meta:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
 
 
 def update_of(

@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._skipped = {__file__, *skipped_files}
         self._user_code: dict[CodeType, bool] = {}
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}
-        self._host: dict[int, torch.UntypedStorage] = {}
+        self._host: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._copied = self._most_copied = 0
         self._spans: list[int] = []
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
@@ -155,10 +155,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def on_host(self, tensor: Tensor) -> None:
         """Leave the storage of ``tensor`` out: it stands for host memory, whatever its device is called.
 
-        A reference to the storage is kept, so that no other takes its address.
+        A reference to the storage is kept, so that no other takes its address. One number may stand for the whole tensor.
         """
         storage = tensor.untyped_storage()
-        self._host[storage._cdata] = storage
+        self._host[storage._cdata] = storage, max(storage.nbytes(), tensor.numel() * tensor.element_size())
 
     def without_memory(self, tensor: Tensor) -> None:
         """Let go of the storage of ``tensor``, which is on ``meta`` on a real device too."""
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def host_bytes(self) -> int:
         """Bytes of optimizer states in host memory, and of the most activations that were there at a time."""
-        return sum(storage.nbytes() for storage in self._host.values()) + self._most_copied
+        return sum(size for _, size in self._host.values()) + self._most_copied
 
     def copied_out(self, size: int) -> None:
         """Note that so many bytes of activations come into host memory; less than none leave it."""
