@@ -186,6 +186,10 @@ def test_a_config_says_by_which_checkpointing_layers_run_again():
         setup("torchtitan", reentrant_checkpointing=True)
     with pytest.raises(InvalidFileError, match="computes all of a layer again"):
         setup("trl", reentrant_checkpointing=True, activation_checkpointing="selective")
+    balanced = replace(TrainingConfig("mine").method, balances=True)
+    assert setup("trl", method=balanced) is False
+    with pytest.raises(InvalidFileError, match=r"method\.balances: bundled .* adds no loss of unbalanced experts"):
+        setup("bundled", method=balanced)
 
 
 def test_litgpt_evaluates_as_many_rows_as_it_trains_on():

@@ -200,3 +200,10 @@ def test_what_is_suggested_takes_what_was_promised(model, gpu, batch, length):
         assert figures(again) == figures(row)
         assert row.training["micro_batch_size"] >= batch
         assert row.training["sequence_length"] >= length
+
+
+def test_settings_whose_allocator_takes_more_than_its_share_are_no_answer():
+    """The one answer took 25 GiB of an RTX 4090 as ``fit`` plays it, and was said to fit."""
+    answer = memplan.suggest("qwen2.5-0.5b", gpu="rtx4090")
+    assert answer.verdict == "fits"
+    assert {memplan.plan("qwen2.5-0.5b", gpu="rtx4090", config=row.training).verdict for row in answer.rows} == {"fits"}

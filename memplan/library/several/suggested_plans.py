@@ -146,7 +146,16 @@ def suggest(
     request = _request(known, device, inputs, options)
     note = noting(progress, 2 * max(1, len(request.parallels)) + request.most)
     search = suggestions(known, request, device, inputs.catalog, note)
-    return Suggested(replace(search, rows=_shown(search.rows, note, strict=request.strict)), inputs.catalog)
+    played = _played(search.rows, note)
+    fitting = _fitting(played, request)
+    if played and not fitting:  # what a share says of the allocator was too little for all
+        excess = min(row.plan.upper_bytes - own.plan.upper_bytes for row, own in zip(played, search.rows, strict=True))
+        less = device.gpu.cuda_total_bytes - max(0, excess) // device.count
+        smaller = replace(device, gpu=replace(device.gpu, cuda_total_bytes=less))
+        again = suggestions(known, request, smaller, inputs.catalog)
+        rows = (replace(row, plan=CompiledPlan(known, row.plan.setup).evaluate(device)) for row in again.rows)
+        fitting = _fitting(_played(tuple(rows), lambda: None), request)
+    return Suggested(replace(search, rows=fitting or search.rows), inputs.catalog)
 
 
 def _request(model: Model, device: Device, inputs: JobInputs, options: SearchOptions) -> Request:
@@ -227,19 +236,19 @@ def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) 
     return cluster_of(gpu, catalog.tables.networks, options.get("gpus_per_node"), options.get("network") or "")
 
 
-def _shown(rows: Sequence[Settings], note: Callable[[], None], *, strict: bool) -> tuple[Settings, ...]:
-    """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them.
-
-    One that fits by its share alone goes where another remains; those that are TIGHT come behind those that FIT.
-    ``note`` is called after each.
-    """
-    right = ("fits",) if strict else ("fits", "tight")
+def _played(rows: Sequence[Settings], note: Callable[[], None]) -> list[Settings]:
+    """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them; ``note`` is called after each."""
     played = []
     for row in rows:
         played.append(replace(row, plan=simulated(row.plan)))
         note()
-    fitting = [row for verdict in right for row in played if row.plan.verdict == verdict]
-    return tuple(fitting) or tuple(rows)
+    return played
+
+
+def _fitting(rows: Sequence[Settings], request: Request) -> tuple[Settings, ...]:
+    """Return those that fit, and behind them those that are TIGHT; ones that fitted by their share alone go."""
+    right = ("fits",) if request.strict else ("fits", "tight")
+    return tuple(row for verdict in right for row in rows if row.plan.verdict == verdict)
 
 
 # ------------------------------------------------------------------ configs for a GPU

@@ -92,6 +92,13 @@ def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tu
         yield ("reentrant_checkpointing",), text
 
 
+def _balance_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield why no loss of unbalanced experts is added."""
+    if config.method.balances and stack.model_code != "transformers":
+        text = f"{stack.label} adds no loss of unbalanced experts; leave it out, or use a stack of transformers, such as trl"
+        yield ("method", "balances"), text
+
+
 def _outputs_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
     """Yield why a config cannot say how long a loop has a name for what the model returns."""
     if config.outputs_until is not None and "outputs_until" not in stack.keys:
@@ -203,6 +210,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
     """Yield what a config says that its stack never does."""
     yield from _autocast_problems(config, stack, hidden)
     yield from _checkpointing_problems(config, stack)
+    yield from _balance_problems(config, stack)
     yield from _outputs_problems(config, stack)
     yield from _evaluation_problems(config, stack)
     yield from _optimizer_problems(config, stack, hidden)
