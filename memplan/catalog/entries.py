@@ -265,8 +265,7 @@ class Optimizer:
         slots: State tensors of each parameter tensor.
         takes: ``all`` tensors, or only ``matrices`` (Muon), the rest going elsewhere.
         rest: Optimizer of the tensors that it does not take.
-        exempt_below: Tensors with fewer elements keep ``exempt_slots`` instead.
-        exempt_unless_multiple: Tensors whose size is no multiple keep ``exempt_slots`` instead.
+        exempt_below, exempt_unless_multiple: Tensors with fewer elements, or whose size is no multiple, keep ``exempt_slots``.
         exempt_slots: State tensors of exempt tensors.
         shared_bytes: Bytes once per optimizer, such as lookup tables.
         scratch: What an update allocates beyond what it keeps.
@@ -277,9 +276,9 @@ class Optimizer:
         options: Options of the class that shape its memory; decimals as text.
         bundled: The update rule of the bundled optimizer that steps the same, which alone takes coded
             weights, narrow gradients and states in host memory.
+        steps_shards: Whether its class keeps coded states of the rows that ``fully_shard`` leaves a rank, and steps them.
         searched: Whether ``suggest`` considers it.
-        status: How training with it learns.
-        evidence: The record in ``configs/evidence/`` that says so.
+        status, evidence: How training with it learns, and the record in ``configs/evidence/`` that says so.
         needs: What a card has to be able to do for it.
     """
 
@@ -293,6 +292,7 @@ class Optimizer:
     step: Literal["torch", "tensor", "in-place"]
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
     bundled: Literal["adamw", "muon"] | None = None
+    steps_shards: bool = False
     searched: bool = False
     takes: Literal["all", "matrices"] = "all"
     rest: str | None = None

@@ -8,6 +8,7 @@ Source:
     and ``foreach_reduce`` (gradients are views of the padded result) in _fsdp_collectives.py (v2.13.0).
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -17,7 +18,10 @@ from memplan.model.inventory import ParameterTensor
 from memplan.plan.memory_plan import MemoryPlan, Verdict, verdict_of
 from memplan.plan.planner import CompiledPlan
 from memplan.step.states.parallel_shards import cut, is_apart, is_sharded, runs_engine
+from memplan.step.tensors.tensor_states import TensorStates
+from memplan.step.tensors.update_kernels import placed_bytes
 from memplan.training.adapters import adapter_tensors
+from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div, round_up
 
 BLOCK_BYTES = 512
@@ -112,30 +116,35 @@ def _division(tensor: ParameterTensor, parallel: Parallel, shards: int) -> tuple
     return tensor.shape[dimension], ranks, parallel.expert
 
 
-def _trained(compiled: CompiledPlan) -> list[tuple[ParameterTensor, int]]:
-    """Return the trained tensors, whole, and the bytes of an element's states."""
+def _trained(compiled: CompiledPlan) -> list[tuple[ParameterTensor, TensorStates]]:
+    """Return the trained tensors, whole, each with the first rank's states of one that is stepped alike."""
     setup, own = compiled.setup, compiled.own
     adapters = adapter_tensors(compiled.model, setup)
-    entries = [entry for entry in compiled.states.tensors if entry.trainable]
-    widths = {}
-    for entry in entries:
-        slots = [slot for slot in entry.optimizer.slots if slot.layout == "elementwise"]
-        widths[entry.tensor.role] = sum(
-            entry.element_bytes if slot.as_parameter else slot.block_bytes for slot in slots
-        )
+    alike = {entry.tensor.role: entry for entry in compiled.states.tensors if entry.trainable}
     stepped = [tensor for tensor in adapters or own.inventory if tensor.used and not tensor.frozen]
-    return [(tensor, widths[tensor.role]) for tensor in stepped if tensor.role in widths]
+    return [(tensor, alike[tensor.role]) for tensor in stepped if tensor.role in alike]
 
 
-def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: int, last: int) -> RankRow:
+def _state_bytes(setup: TrainingSetup, tensor: ParameterTensor, alike: TensorStates, rows: int) -> int:
+    """Return the state bytes on the device of so many rows of a tensor, along the dimension that it is divided along."""
+    if alike.stepper is None:
+        return 0
+    dimension = cut(tensor, setup.config.parallel)[1]
+    shape = (*tensor.shape[:dimension], rows, *tensor.shape[dimension + 1 :])
+    part = replace(tensor, shape=shape, divided=tensor.divided or tensor.shape)
+    return placed_bytes(setup, alike.optimizer, alike.stepper, part, alike.element_bytes)[0]
+
+
+def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, TensorStates]], first: int, last: int) -> RankRow:
     """Return the ranks with shards from ``first`` to ``last``, which hold the same."""
     parallel, states = plan.setup.config.parallel, plan.states
     shards = parallel.shards if is_sharded(parallel) else 1
     less = rounded = 0
-    for tensor, width in trained:
+    for tensor, alike in trained:
         rows, ranks, each = _division(tensor, parallel, shards)
-        whole = tensor.elements // rows * shard_rows(rows, ranks, 0) * width
-        own = tensor.elements // rows * shard_rows(rows, ranks, first // each) * width
+        whole, own = (
+            _state_bytes(plan.setup, tensor, alike, shard_rows(rows, ranks, place)) for place in (0, first // each)
+        )
         less += tensor.count * (whole - own)
         rounded += tensor.count * (round_up(whole, BLOCK_BYTES) - round_up(own, BLOCK_BYTES))
     device, upper = plan.device_bytes - rounded, plan.upper_bytes - rounded

@@ -8,7 +8,7 @@ from memplan.catalog.entries import Optimizer, StorageFormat
 from memplan.catalog.update_classes import TORCH_ADAMW
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ParameterTensor, Role
-from memplan.step.tensors.update_kernels import Stepper, Updated, placed_bytes, stepper
+from memplan.step.tensors.update_kernels import Stepper, Updated, first_placed_bytes, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.stack_rules import casts_trained
 
@@ -126,7 +126,7 @@ def tensor_states(
     given = updated(setup, tensor)
     kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
     master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
-    device, host = placed_bytes(setup, optimizer, kind, tensor, master_bytes or own_bytes) if kind else (0, 0)
+    device, host = first_placed_bytes(setup, optimizer, kind, tensor, master_bytes or own_bytes) if kind else (0, 0)
     exact = setup.stack.projections.codes_result == "input"
     stored_bytes = layout.level_bytes(elements) if exact else layout.tensor_storage_bytes(elements)
     return TensorStates(
@@ -204,7 +204,7 @@ def adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorState
     optimizer = _stored_alike(optimizer, width) if setup.has_value_head else optimizer
     alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
     kind = stepper(setup, name, optimizer, [alone])
-    device, host = placed_bytes(setup, optimizer, kind, tensor, width) if tensor.used else (0, 0)
+    device, host = first_placed_bytes(setup, optimizer, kind, tensor, width) if tensor.used else (0, 0)
     size = tensor.elements * width
     cast = setup.autocast and dtype != setup.config.compute_dtype
     return TensorStates(

@@ -4,6 +4,7 @@ The formula and the trace both ask here, so that they plan and run the same upda
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -256,12 +257,34 @@ def is_exempt(optimizer: Optimizer, shape: tuple[int, ...], divided: tuple[int, 
     return any(length % block for length in (shape[-1], divided[-1]))
 
 
+def first_placed_bytes(
+    setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, tensor: ParameterTensor, own_bytes: int
+) -> tuple[int, int]:
+    """Return the state bytes of the first rank's part of a tensor, or of all of it: (on the device, on the host).
+
+    Raises:
+        CannotAnswerError: The rank with fewer rows keeps more, in full, where the first one's are coded.
+    """
+    placed = placed_bytes(setup, optimizer, kind, tensor, own_bytes)
+    fewer = tensor.divided[0] % tensor.shape[0] if optimizer.steps_shards and tensor.divided else 0
+    if fewer:
+        last = replace(tensor, shape=(fewer, *tensor.shape[1:]))
+        if placed_bytes(setup, optimizer, kind, last, own_bytes) > placed:
+            text = (
+                f"parallel.data: states of {tensor.shape[0]} of {tensor.divided[0]} rows, as most ranks have of a tensor, are "
+                f"coded, and those of the last {fewer} are not; that rank is not planned: use GPUs that divide the rows"
+            )
+            raise CannotAnswerError(text)
+    return placed
+
+
 def placed_bytes(
     setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, tensor: ParameterTensor, own_bytes: int
 ) -> tuple[int, int]:
     """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
     fused = setup.profile.optimizer == "fused" and has_fused_kernel(optimizer, kind)
-    device, host = state_bytes(optimizer, kind, tensor.shape, own_bytes, fused, tensor.divided)
+    whole = () if optimizer.steps_shards else tensor.divided
+    device, host = state_bytes(optimizer, kind, tensor.shape, own_bytes, fused, whole)
     return (0, device + host) if setup.offloads_states or setup.steps_on_host else (device, host)
 
 

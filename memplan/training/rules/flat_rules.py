@@ -215,14 +215,17 @@ def deepspeed_problems(
             yield ("optimizer",), text
 
 
-def steps_shards(entry: Optimizer, stack: Stack, profile: KernelProfile) -> bool:
-    """Tell whether the bundled optimizer steps ``fully_shard``'s shards, of parts that tensor parallelism has left too.
+def steps_shards(entry: Optimizer, config: TrainingConfig, stack: Stack, profile: KernelProfile) -> bool:
+    """Tell whether another optimizer than torch's steps ``fully_shard``'s shards: torchao's, or the bundled one in whatever format.
 
-    Momentum may be in whatever format.
+    The latter steps parts that tensor parallelism has left too.
 
     Source:
-        ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
+        ``refuse_beside_shards`` in memplan/muon/parameter_state.py; ``_AdamBase._new_buffer`` in torchao/optim/adam.py (0.13.0).
     """
+    if entry.steps_shards:
+        sharded = config.parallel.engine == "torch" and stack.sharded_units in ("accelerate", "axolotl")
+        return sharded and config.offload == Offload()
     runs = stack.name == "bundled" or stack.model_code == "torchtitan"
     return runs and entry.bundled is not None and profile.newton_schulz != "torch"
 
