@@ -1,6 +1,8 @@
 """The events of a rank that gathers units: as many bytes alive as the formula has, each stream's memory apart."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,9 @@ from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog
 from tests.step.test_events import alive_at, peak_of
 from tests.survey.agreement import cut_model
+from tests.survey.drawn_jobs import STEPS, as_made
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
 
 CATALOG = shipped_catalog()
 CARD = Device(CATALOG.gpus["h100-sxm-80gb"], "h100-sxm-80gb")
@@ -230,3 +235,16 @@ def test_the_reserve_of_memplans_own_loop_over_shards_is_the_traces(config):
     own, traced = reserved(plan, trace, STEPS)
     assert own == pytest.approx(traced, rel=0.01)
     assert 0 < trace.peak_bytes <= own
+
+
+TRACED = json.loads(Path(__file__).with_name("sharded_jobs.json").read_text(encoding="utf-8"))["traced"]
+"""A frozen head that is a unit alone, behind a norm that casts; a tied head beside learned positions, in a later micro-step."""
+
+
+@pytest.mark.parametrize("traced", TRACED, ids=["lone-head", "tied-head"])
+def test_peak_and_reserve_are_those_of_a_step_of_accelerates_own(traced):
+    plan = planned(StackJob.read(json.dumps(traced["job"])), CATALOG)
+    events = events_of(as_made(plan), STEPS)
+    assert plan.requested_bytes == pytest.approx(traced["peak_bytes"], rel=1e-5)
+    peaks = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks()
+    assert peaks.reserved_bytes == traced["reserved_bytes"]

@@ -331,7 +331,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     communication += behind
     if not step.apart:
         formed += constant_form(Part.GRADIENTS, whole)
-    for instant in tied_sum(step.inputs, step.taped, formed, "first"):
+    for instant in tied_sum(step.inputs, step.taped, formed, "again" if of.beside else "first"):
         yield with_gathered(instant.name, instant.operation, instant.form, communication)
     for instant in played.embedding.backward:
         yield instant_with(instant.around(formed, "end of backward"), communication)

@@ -30,6 +30,7 @@ class GatheredParts:
         tensors = in_layers(units.step.inputs.states.tensors)
         self._apart = {name for name, entry in tensors if entry.tensor.role == "expert_matrix"}
         self._refers = False  # Whether a model runs whose units these are not
+        self._lone = goes_before_norm(self._step)  # Whether a frozen head is a unit alone
 
     def around(self) -> Around:
         """Return what is written around the parts."""
@@ -48,7 +49,7 @@ class GatheredParts:
             reach_head=self.reach_head,
             enter_backward=self.enter_backward,
             leave_backward=self.leave_backward,
-            visit=self.visit if goes_before_norm(self._step) else None,
+            visit=self.visit if self._lone else None,
             stepped=units.stepped,
             sums=self._head,
         )
@@ -58,7 +59,8 @@ class GatheredParts:
         """Gather a layer, or an end that is a unit of its own."""
         if self._refers:
             return
-        self._units.take(self._parts[place])
+        if not (self._lone and place == len(self._parts) - 1):
+            self._units.take(self._parts[place])
         if self._step.prefetches and place < len(self._parts) - 1:
             self._units.gather(self._parts[place + 1])
 
@@ -118,17 +120,23 @@ class GatheredParts:
 
     def enter_backward(self, place: int) -> None:
         """Gather a unit that is not there yet, and the next one ahead."""
-        if place < len(self._parts) - 1 or self._head is not None:
+        step = self._step
+        unreached = step.apart and place == 0 and step.taped.leaf is None and not step.first.reduced_bytes
+        if (place < len(self._parts) - 1 or self._head is not None) and not unreached:
             self._units.take(self._parts[place])
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._units.gather(self._parts[place - 1])
-        step, units = self._step, self._units
+        units = self._units
         if place == 0 and not units.rest and (gathers_tail_again(step) or (step.leaves_tail and not units.micro_step)):
             units.gather(units.tail)  # the last unit of a forward without gradients, as if backward were to run it next
 
     def visit(self, kind: str, name: str) -> None:
-        """Let go of a head that is a unit alone when backward comes to the norm."""
-        if (kind, name) == ("backward", self._step.inputs.spec.names.final_norm):
+        """Gather a head that is a unit alone behind the norm, and let go of it before the norm's backward."""
+        if name != self._step.inputs.spec.names.head or self._refers:
+            return
+        if kind == "forward":
+            self._units.take(self._units.tail)
+        elif kind == "left backward":
             self._units.let_go(self._units.tail)
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
