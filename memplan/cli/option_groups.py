@@ -58,9 +58,9 @@ def _shape(name: str) -> Any:
 class ModelOptions:
     """MODEL, or shapes in its place."""
 
-    model: Annotated[
-        str | None, argument(MODEL, "MODEL", "Catalog name, folder, config.json, GGUF, trainer's file.")
-    ] = None
+    model: Annotated[str | None, argument(MODEL, "MODEL", "A name, folder, config.json, GGUF or trainer's file.")] = (
+        None
+    )
     layers: Annotated[int | None, _shape("--layers")] = None
     hidden: Annotated[int | None, _shape("--hidden")] = None
     intermediate: Annotated[int | None, _shape("--intermediate")] = None
@@ -74,6 +74,10 @@ class ModelOptions:
 
     beside: Annotated[
         list[str] | None, option(MODEL, "--with FILE", "A launcher's file beside a trainer's; repeatable.")
+    ] = None
+
+    trainer_version: Annotated[
+        str | None, option(MODEL, "--trainer-version V", "Of the trainer whose file it is; else the newest read.")
     ] = None
 
     online: Annotated[bool, option(MODEL, "--online", "Fetch an unknown model's config.json from Hugging Face.")] = (

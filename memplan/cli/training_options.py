@@ -225,6 +225,7 @@ def job_options(
     if model is not None:
         options["shapes"] = model.shapes
         options["beside"] = tuple(model.beside or ())
+        options["trainer_version"] = model.trainer_version
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
         options["host_memory"] = device.host_memory

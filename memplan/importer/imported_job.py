@@ -9,10 +9,10 @@ from memplan.errors import InvalidFileError, printable, shown_value
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.interpreter import follow
-from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
+from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Refusal, Result, UsedKey
 from memplan.importer.referred_files import checkpoint_dtype, references, with_section_files, without_given
 from memplan.importer.sources.argument_vectors import CommandLine
-from memplan.importer.sources.given_keys import GivenKeys, with_components
+from memplan.importer.sources.given_keys import NO_LINE, GivenKeys, with_components
 from memplan.importer.sources.started_processes import listed_gpus, processes, unknown_processes, visible_gpus
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import OTHER, Mapped, TrainerHead, TrainerMappings
@@ -137,12 +137,23 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
         return job
     flags = None if command is None else _launched(job, command)
     if said := next((name for name in ALLOCATOR if name in environment), ""):
-        kind = "expandable" if "expandable_segments:true" in str(environment[said]).lower() else "native"
-        reading.results["training.allocator"] = Result(kind, OVERRIDDEN, said, main.keys.name)
+        _take_up_allocator(reading, said, str(environment[said]), main.keys.name)
     _follow_all(job, jobs, launchers, flags, question)
     if reading.problems:
         raise InvalidFileError(reading.problems)
     return job
+
+
+def _take_up_allocator(reading: Reading, name: str, text: str, source: str) -> None:
+    """Take up what a variable says of torch's allocator, whose segments are planned; of its other settings say that they are not."""
+    settings = dict(part.strip().partition(":")[::2] for part in re.split(r",(?![^\[]*\])", text) if part.strip())
+    kind = "expandable" if settings.pop("expandable_segments", "").lower() == "true" else "native"
+    reading.results["training.allocator"] = Result(kind, OVERRIDDEN, name, source)
+    if settings.pop("backend", "native").lower() != "native":
+        reading.refusals.append(Refusal(name, source, NO_LINE, text, "another allocator than torch's own"))
+    if settings:
+        why = f"the reserve is planned without {', '.join(printable(one, 40) for one in settings)}"
+        reading.notes.append((name, kind, why))
 
 
 def _inputs(keys: GivenKeys, question: Question, version: str, environment: Mapping[str, str]) -> dict[str, Any]:

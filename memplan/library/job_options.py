@@ -52,6 +52,7 @@ class JobOptions(TypedDict, total=False):
         shapes: A model by its shapes, in place of the model's name.
         catalog: Your own catalog file or folder, added to ours; or a catalog that was opened before.
         beside: Files of a launcher that go with a trainer's own file: an accelerate YAML, a DeepSpeed JSON.
+        trainer_version: The version of the trainer whose own file it is; else the newest that was read.
     """
 
     gpu: str | Device | None
@@ -69,6 +70,7 @@ class JobOptions(TypedDict, total=False):
     shapes: Shapes | None
     catalog: FilePath | Catalog | None
     beside: Sequence[FilePath] | None
+    trainer_version: str | None
 
 
 _OTHER_WEIGHTS = (
@@ -181,6 +183,7 @@ class JobInputs:
             counted=options.get("gpus") is not None,
             stack=options.get("stack"),
             beside=tuple(map(str, options.get("beside") or ())),
+            trainer_version=options.get("trainer_version") or "",
         )
 
     def setup(self, model: Model | None, default: ConfigGiven = DEFAULT_CONFIG, gpus: int = 1) -> TrainingSetup:

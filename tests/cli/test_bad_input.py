@@ -277,6 +277,7 @@ def test_a_wrong_setting_is_refused_in_one_line(refused, setting, message):
     ("arguments", "message"),
     [
         (("--with", "ds_z3.json"), "--with ds_z3.json: goes with a trainer's own file, and none is given"),
+        (("--trainer-version", "1.9"), "--trainer-version 1.9: goes with a trainer's own file, and none is given"),
         (("--stack", "trl@"), "trl@: expected a version behind the @"),
         (
             ("--set", "method={stage: grpo, rollout: {micro_batches: 1000000000}}"),

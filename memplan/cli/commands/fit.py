@@ -123,7 +123,12 @@ def _refuse_training_options(
                 "with --context, and the weights' format with --weights"
             ]
         )
-    given = {"--with": model.beside, "--profile": device.profile, "--host-memory": device.host_memory}
+    given = {
+        "--with": model.beside,
+        "--trainer-version": model.trainer_version,
+        "--profile": device.profile,
+        "--host-memory": device.host_memory,
+    }
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise InvalidFileError([f"--method inference: {' and '.join(names)} would have no effect; leave out"])

@@ -65,10 +65,11 @@ def max_command(
     if accounting is not None:
         refuse_picture(plot, "a rule of the notes (--accounting) has")
         sought = model.model if what == "parameters" else f"--for {what}"
-        given = {str(sought): sought, "--with": model.beside or None}
+        given = {str(sought): sought, "--with": model.beside or None, "--trainer-version": model.trainer_version}
         return _max_by_notes(accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
+    options["trainer_version"] = model.trainer_version
     with Waiting("max") as waiting:
         answer = memplan.largest(model.model, what, progress=waiting, **options)
     return show(answer, output, verdict, plot, detail)
@@ -154,6 +155,7 @@ def _where_by_notes(
 
     given = {"--gpu": device.gpu, "--gpu-memory": device.gpu_memory, "--host-memory": device.host_memory}
     others: dict[str, object] = {**given, "--price": price, "--with": model.beside or None}
+    others["--trainer-version"] = model.trainer_version
     catalog = output.catalog()
     known = find_model(model.model, model.shapes, catalog)
     _refuse_details(rule, training.overrides(), others)

@@ -67,7 +67,7 @@ def suggest_command(
 ) -> int:
     """Which settings should I use? The best that fit, ranked, as configs to save.
 
-    On several GPUs: how to share the job, by time and memory. Exit code 0: some fit; 1: none does, and the nearest miss is shown.
+    On several GPUs: how to share the job. Exit code 0: some fit; 1: none does.
     """
     if search.save is not None:
         check_target(search.save)

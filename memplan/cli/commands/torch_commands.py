@@ -65,7 +65,7 @@ class ValidateOptions:
 
 @command(example="memplan validate smollm2-135m --config muon --device cpu")
 def validate_command(
-    model: Annotated[ModelOptions, without("beside")],
+    model: Annotated[ModelOptions, without("beside", "trainer_version")],
     validate: ValidateOptions,
     training: TrainingOptions,
     output: OutputOptions,
@@ -121,7 +121,7 @@ class TraceOptions:
 
 @command(example="memplan trace llama-8b --config qlora --gpu rtx4090")
 def trace_command(
-    model: Annotated[ModelOptions, without("beside")],
+    model: Annotated[ModelOptions, without("beside", "trainer_version")],
     traced: TraceOptions,
     device: Annotated[DeviceOptions, without("gpus", "profile", "host_memory")],
     training: TrainingOptions,

@@ -67,7 +67,7 @@ def import_command(files: ImportOptions, output: Annotated[OutputOptions, withou
 @command(example="memplan emit llama-8b --as axolotl --qlora -b 2 -s 4k --gpu rtx4090 -o axolotl.yaml")
 def emit_command(
     *,
-    model: Annotated[ModelOptions, without("beside")],
+    model: Annotated[ModelOptions, without("beside", "trainer_version")],
     device: Annotated[DeviceOptions, without("profile")],
     training: Annotated[TrainingOptions, without("stack")],
     trainer: Annotated[

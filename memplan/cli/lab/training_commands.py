@@ -54,7 +54,7 @@ class LargestOptions:
 
 @command(example="memplan lab largest --layers 2 --hidden 256 --heads 4 --gpu-memory 1GiB --length 128")
 def largest_command(
-    model: Annotated[ModelOptions, without("beside", "online")],
+    model: Annotated[ModelOptions, without("beside", "trainer_version", "online")],
     requested: LargestOptions,
     run: Annotated[RunOptions, without("plot", "seed")],
     output: OutputOptions,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 SHELLS = frozenset(("bash", "sh", "zsh"))
 CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot", "docker-compose"))
@@ -40,8 +40,11 @@ def container_variables(words: Sequence[str]) -> dict[str, str]:
     Example:
         >>> container_variables(["docker", "run", "-e", "A=1", "--env=B=2", "image", "python", "C=3"])
         {'A': '1', 'B': '2'}
+        >>> container_variables(["srun", "apptainer", "exec", "--env", "A=1", "image", "trl", "sft"])
+        {'A': '1'}
     """
-    inside = is_container(words)
+    names = [word.rpartition("/")[2] for word in words]
+    inside = any(name in CONTAINERS for name in takewhile(lambda name: name not in PROGRAMS, names))
     given = [word for before, word in pairwise(words) if before in ("-e", "--env") and inside]
     given += [word for word in words if word.startswith("--env=") and inside]
     return {match[1]: match[2] for word in given if (match := _ASSIGNED.fullmatch(word))}
@@ -73,6 +76,20 @@ def started_inside(words: Sequence[str]) -> int:
 def is_container(words: Sequence[str]) -> bool:
     """Whether a command starts a container, or runs something in one."""
     return bool(words) and words[0].rpartition("/")[2] in CONTAINERS
+
+
+def reads_script(words: Sequence[str]) -> bool:
+    """Tell whether a command runs the script that its input is: a shell, or ``sbatch`` without a file.
+
+    Example:
+        >>> reads_script(["sbatch", "--gres=gpu:1", "-N", "1"]), reads_script(["sbatch", "run.sh"])
+        (True, False)
+    """
+    if words[0].rpartition("/")[2] != "sbatch":
+        return words[-1].rpartition("/")[2] in SHELLS
+    return all(
+        word.startswith("-") or (before.startswith("-") and "=" not in before) for before, word in pairwise(words)
+    )
 
 
 def script_within(words: Sequence[str]) -> str | None:

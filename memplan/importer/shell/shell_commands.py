@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from posixpath import join
 
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.shell.containers import SHELLS, container_variables, script_within, started_inside
+from memplan.importer.shell.containers import container_variables, reads_script, script_within, started_inside
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
@@ -233,7 +233,8 @@ class _Run:
         if plain[0].text == "read" and plain[-1].text.isidentifier():
             self._set(plain[-1].text, text.strip(), (document,), sure)
             return None
-        if plain[-1].text.rpartition("/")[2] in SHELLS:
+        if reads_script([token.text for token in plain]):
+            self.scheduled(text)
             return self._again(text, document.line + 1, sure)
         if program := note_program(self.written, plain, (text, document.line + 1)):
             targets = [token for token in words if token.document is not None and token is not document]

@@ -84,9 +84,9 @@ def command_line(
     launcher, script = _launcher(texts, start)
     if short := SHORT if launcher in OUTER else HOST_FLAGS if launcher == "deepspeed" else {}:
         texts[start:script] = [_spelled(text, short) for text in texts[start:script]]
-    own = _own_end(texts, script)
+    own, single = _own_end(texts, script), _takes_one(texts[script:])
     launched = _flags(texts, start, script) if own == len(texts) else _flags(texts, own, len(texts))
-    job = _flags(texts, script, own)
+    job = _flags(texts, script, own, single=single)
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
     config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
     given = {**(environment or {}), **variables}
@@ -215,7 +215,12 @@ class _Flags:
         return {(name,): places[at] for name, at in self.at.items()}
 
 
-def _flags(texts: Sequence[str], start: int, end: int) -> _Flags:
+def _takes_one(texts: Sequence[str]) -> bool:
+    """Tell whether each flag of a program has one value at most, as LitGPT's have, which jsonargparse reads."""
+    return any(text.rpartition("/")[2] == "litgpt" for text in texts)
+
+
+def _flags(texts: Sequence[str], start: int, end: int, *, single: bool = False) -> _Flags:
     result = _Flags()
     at = start
     while at < end:
@@ -225,7 +230,7 @@ def _flags(texts: Sequence[str], start: int, end: int) -> _Flags:
             name, equals, value = text[2:].partition("=")
             name = name.replace("-", "_")
             values = [value] if equals else []
-            while not equals and at < end and _goes_on(values, texts[at]):
+            while not equals and at < end and not (single and values) and _goes_on(values, texts[at]):
                 values.append(texts[at])
                 at += 1
             result.flags[name], result.at[name] = _value(values), here

@@ -18,7 +18,7 @@ from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
 from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, printable
 from memplan.library.lookup.model_lookup import models_beside
-from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_document
+from memplan.library.lookup.trainer_files import SUFFIXES, GivenFiles, is_trainer_file, training_document
 from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
 from memplan.step.kernels.refused_row_masks import unpadded
@@ -42,6 +42,7 @@ class Overrides:
     counted: bool = False  # Whether their number was said, be it one
     stack: str | None = None  # The stack, in place of the config's own
     beside: tuple[str, ...] = ()  # Files of a launcher that go with a trainer's own file
+    trainer_version: str = ""  # The version of that trainer
 
 
 ConfigGiven = str | Mapping[str, Any]
@@ -189,10 +190,10 @@ def _config(
     name: ConfigGiven, overrides: Overrides, catalog: Catalog, model: Model | None = None
 ) -> tuple[TrainingConfig, Document | None]:
     """Return the config, and the document that it stands in where it was not taken as shipped."""
-    if overrides.beside and not (isinstance(name, str) and is_trainer_file(name)):
-        raise InvalidFileError(
-            [f"--with {printable(overrides.beside[0])}: goes with a trainer's own file, and none is given"]
-        )
+    alone = [f"--with {printable(one)}" for one in overrides.beside[:1]]
+    alone += [f"--trainer-version {printable(overrides.trainer_version)}"] if overrides.trainer_version else []
+    if alone and not (isinstance(name, str) and is_trainer_file(name)):
+        raise InvalidFileError([f"{alone[0]}: goes with a trainer's own file, and none is given"])
     if not isinstance(name, str):
         data = json.loads(written_json(dict(name), OWN_CONFIG))
         document = Document(OWN_CONFIG, data if "training" in data else {"description": "", **data}, {})
@@ -206,7 +207,8 @@ def _config(
     elif is_trainer_file(name):
         gpus = overrides.gpus if overrides.counted or overrides.gpus > 1 else None
         said = _command_line_keys(overrides)
-        document = training_document(name, overrides.beside, gpus, catalog, given=said, model=model)
+        files = GivenFiles(name, overrides.beside, overrides.trainer_version)
+        document = training_document(files, gpus, catalog, given=said, model=model)
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:

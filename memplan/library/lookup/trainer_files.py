@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, Key
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import (
@@ -133,18 +134,21 @@ def refuse_no_model(text: str) -> None:
     raise InvalidFileError([f"{shown_path(path)}: {what}"])
 
 
-def trainer_job(
-    text: str,
-    beside: Sequence[str] = (),
-    gpus: int | None = None,
-    content: str | None = None,
-    degrees: Mapping[str, int] | None = None,
-) -> ImportedJob:
+@dataclass(frozen=True, slots=True)
+class GivenFiles:
+    """A trainer's file, and what is said besides of how it is read."""
+
+    path: str
+    beside: Sequence[str] = ()  # Files that go with it
+    version: str = ""  # The trainer's; nothing for what its keys betray, or the newest
+    content: str | None = None  # What the file is to hold, where that is not yet written
+
+
+def trainer_job(files: GivenFiles, gpus: int | None = None, degrees: Mapping[str, int] | None = None) -> ImportedJob:
     """Return what a trainer's file says, with files that go with it.
 
     Args:
         gpus: GPUs that share the job, or None for as many as the file starts.
-        content: What the file is to hold, where that is not yet written.
         degrees: Keys of ``parallel`` that are given over the file's, and share out the same GPUs.
 
     Raises:
@@ -154,10 +158,11 @@ def trainer_job(
     from memplan.importer.given_job import import_files
     from memplan.importer.imported_job import Question
 
-    paths = [usable_path(text), *map(usable_path, beside)]
-    job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content, degrees=degrees or {})))
+    paths = [usable_path(files.path), *map(usable_path, files.beside)]
+    question = Question(trainer_mappings(), gpus, version=files.version, text=files.content, degrees=degrees or {})
+    job = finish(import_files(paths, question))
     if job.role == "not_training":
-        raise InvalidFileError([f"{text}: {job.other}"])
+        raise InvalidFileError([f"{files.path}: {job.other}"])
     return job
 
 
@@ -173,7 +178,7 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
         CannotAnswerError: It names none and gives no shapes, or some that it needs are not said.
         InvalidFileError: It names a model, and shapes are given too.
     """
-    job = trainer_job(text)
+    job = trainer_job(GivenFiles(text))
     given, flags = job.value("model.given"), {**job.section("model"), **shapes}
     if job.head.missing or job.role == "launcher":
         _refuse_unread(text, job)
@@ -195,11 +200,9 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
 
 
 def training_document(
-    text: str,
-    beside: Sequence[str],
+    files: GivenFiles,
     gpus: int | None,
     catalog: Catalog,
-    content: str | None = None,
     given: Mapping[str, Any] | None = None,
     model: Model | None = None,
 ) -> Document:
@@ -207,16 +210,15 @@ def training_document(
 
     Args:
         gpus: GPUs that share the job, or None.
-        content: What the file is to hold, where that is not yet written.
         given: Keys of a training config that are said besides, so that the file need not say them, with their values.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
-    given = given or {}
+    text, given = files.path, given or {}
     heads = ((key.partition("."), value) for key, value in given.items())
     degrees = {name: value for (head, _, name), value in heads if head == "parallel"}
-    job = trainer_job(text, beside, gpus, content, degrees)
+    job = trainer_job(files, gpus, degrees)
     if model is not None and not model.has_experts:
         job.leave_experts_out()
     _warn_of_unknown(job)

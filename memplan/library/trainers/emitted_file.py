@@ -14,7 +14,7 @@ from memplan.library.answers.planned_job import plan as planned
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, catalog_of, job_inputs, settings_of
 from memplan.library.lookup.config_lookup import read_config
-from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_document
+from memplan.library.lookup.trainer_files import GivenFiles, trainer_job, trainer_mappings, training_document
 from memplan.library.trainers.spliced_text import toml_value
 from memplan.step.kernels.refused_row_masks import unpadded
 from memplan.training.adapters import projections
@@ -202,7 +202,9 @@ def _text(keys: Mapping[str, str], *, toml: bool) -> str:
 def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the training config that a text is read as."""
     try:
-        data: dict[str, Any] = training_document(name, (), options.get("gpus"), options["catalog"], text).data
+        data: dict[str, Any] = training_document(
+            GivenFiles(name, content=text), options.get("gpus"), options["catalog"]
+        ).data
         return data
     except MemplanError as error:
         raise _inexpressible(plan, str(error)) from None
@@ -265,7 +267,7 @@ def emit_deepspeed(options: JobOptions) -> str:
             f"parallel.engine: {config.parallel.engine} is not what DeepSpeed's file starts; set parallel.engine: deepspeed"
         )
     text = json.dumps(_deepspeed_keys(config), indent=2) + "\n"
-    job = trainer_job("ds_config.json", content=text)
+    job = trainer_job(GivenFiles("ds_config.json", content=text))
     for key in SAID:
         wanted: Any = reduce(getattr, key.split("."), config)
         said = job.value(f"training.{key}")

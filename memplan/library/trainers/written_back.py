@@ -18,7 +18,7 @@ from memplan.library.answers.planned_job import Plan, plan, plan_by_share
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobOptions, catalog_of, job_inputs
 from memplan.library.lookup.model_lookup import Shapes, find_model
-from memplan.library.lookup.trainer_files import trainer_job, training_document
+from memplan.library.lookup.trainer_files import GivenFiles, trainer_job, training_document
 from memplan.library.trainers.imported_file import import_file
 from memplan.library.trainers.spliced_text import Edit, spliced
 from memplan.plan.memory_plan import Device, Suggestion
@@ -82,16 +82,22 @@ class _File:
 
     def _planned(self, content: str) -> Plan:
         catalog = catalog_of(self.options.get("catalog"))
-        beside = tuple(map(str, self.options.get("beside") or ()))
         sizes = {key: self.options.get(key) for key in ("micro_batch_size", "sequence_length")}
         given = {key: size for key, size in sizes.items() if size is not None}
         gpus = self.options.get("gpus")
-        job = trainer_job(self.path, beside, gpus, content)
+        files = self.files(content)
+        job = trainer_job(files, gpus)
         model = find_model(self.path, Shapes(), catalog) if job.refused_for_experts else None
-        data = training_document(self.path, beside, gpus, catalog, content, given, model).data
+        data = training_document(files, gpus, catalog, given, model).data
         name = job.value("model.given")
         options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
-        return plan_by_share(name if name and beside else self.path, **options)
+        options["trainer_version"] = None
+        return plan_by_share(name if name and files.beside else self.path, **options)
+
+    def files(self, content: str) -> GivenFiles:
+        """Return that file of a text, with what goes with it."""
+        beside = tuple(map(str, self.options.get("beside") or ()))
+        return GivenFiles(self.path, beside, self.options.get("trainer_version") or "", content)
 
 
 @checked
@@ -210,7 +216,7 @@ def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edi
     """Return a change as edits of the file's keys, the batch of a step kept by accumulation."""
     config = plan.memory.setup.config
     settings = list(change.settings)
-    job = trainer_job(one.path, tuple(map(str, one.options.get("beside") or ())), one.options.get("gpus"), content)
+    job = trainer_job(one.files(content), one.options.get("gpus"))
     stack = with_words(plan.memory.setup.stack, job.mapped.writes)
     sizes = [value for key, value in settings if key == "micro_batch_size"]
     total = config.micro_batch_size * config.gradient_accumulation_steps
