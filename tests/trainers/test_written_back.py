@@ -176,6 +176,19 @@ def test_an_edit_changes_one_key_and_no_other_line(lines, data):
     assert len(changed_lines(text, changed)) <= 1
 
 
+COMMAND = "trl sft --model_name_or_path Qwen/Qwen2.5-7B --max_length 512 \\\n  --per_device_train_batch_size 8\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [("run.sh", COMMAND, 2), ("sky.yaml", f"run: |\n  {COMMAND.replace('  --', '    --')}", 3)],
+)
+def test_of_a_command_it_says_where_its_flags_are(tmp_path, name, text, line):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CannotAnswerError, match=rf"said by per_device_train_batch_size in .*{name}:{line}"):
+        memplan.rewrite(tmp_path / name, gpu="rtx4090")
+
+
 def test_the_cost_of_a_smaller_micro_batch_says_how_many_times_it_was_divided(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text((EXAMPLES / "axolotl.yaml").read_text().replace("sequence_len: 4096", "sequence_len: 24576"))

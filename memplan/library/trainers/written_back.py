@@ -11,8 +11,10 @@ from typing import Any, Unpack
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_text, usable_path
 from memplan.dryrun.terms.outcome import CalledJob
-from memplan.errors import CannotAnswerError, MemplanError, MemplanWarning
+from memplan.errors import CannotAnswerError, MemplanError, MemplanWarning, printable
+from memplan.importer.imported_job import ImportedJob
 from memplan.importer.reading import STATED
+from memplan.importer.sources.given_keys import NO_LINE, shown_place
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan, plan, plan_by_share
 from memplan.library.argument_kinds import checked
@@ -30,6 +32,7 @@ from memplan.training.own_settings import is_settable, own_settings, with_words
 
 KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
 """Keys that are not changed: what is trained, on what, and what other files or the environment say."""
+CHANGED_FIRST = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "optimizer.default")
 MOST_ROUNDS = 12
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
@@ -94,7 +97,7 @@ class _File:
         options["trainer_version"] = None
         return plan_by_share(name if name and files.beside else self.path, **options)
 
-    def files(self, content: str) -> GivenFiles:
+    def files(self, content: str | None) -> GivenFiles:
         """Return that file of a text, with what goes with it."""
         beside = tuple(map(str, self.options.get("beside") or ()))
         return GivenFiles(self.path, beside, self.options.get("trainer_version") or "", content)
@@ -126,11 +129,12 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
         ['gradient_accumulation_steps: 8', 'adapter: lora', 'micro_batch_size: 1']
     """
     path = os.fspath(file)
-    if not path.endswith(SUFFIXES):
-        raise CannotAnswerError(f"{path}: only YAML, JSON and TOML files are edited; memplan fit says what to change")
+    one, edited = _File(path, options), path.endswith(SUFFIXES)
+    text = read_text(usable_path(path)) if edited else None
+    job = trainer_job(one.files(text), options.get("gpus"))
+    if text is None or (not path.endswith(".json") and all(keys.form == "argv" for keys in job.sources)):
+        raise _by_hand(path, job)
     job_inputs("rewrite", None, options)
-    one = _File(path, options)
-    text = read_text(usable_path(path))
     before = after = one.plan(text, least=True)
     content, made = text, tuple[Change, ...]()
     if before.verdict != "fits":
@@ -138,6 +142,17 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
         after = one.plan(content, least=True) if made else before
     shown = Rewritten(path, text, content, before.memory, after.memory, _costs(before, after, made))
     return Rewrite(shown)
+
+
+def _by_hand(path: str, job: ImportedJob) -> CannotAnswerError:
+    """Return the error for a script or program, which says where it holds what is changed first."""
+    keys = [key for key in job.reading.used.values() if key.line != NO_LINE]
+    keys = [key for key in keys if any(effect.partition(" = ")[0] in CHANGED_FIRST for effect in key.effects)]
+    places = ", ".join(f"{printable(key.key)} in {shown_place(key.source, key.line)}" for key in keys)
+    where = f"; it is said by {places}" if places else ""
+    return CannotAnswerError(
+        f"{path}: only keys of YAML, JSON and TOML files are edited; memplan fit says what to change{where}"
+    )
 
 
 def _costs(before: Plan, after: Plan, made: Sequence[Change]) -> tuple[str, ...]:
