@@ -8,6 +8,8 @@ SHELLS = frozenset(("bash", "sh", "zsh"))
 CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot", "docker-compose"))
 WRAPPERS = frozenset(("hf", "timeout", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi", "numactl", "stdbuf", "nice", "ionice", "taskset", "nsys", "ssh", "tmux", "screen", "xargs", "unbuffer", "script", "dotenv", "infisical", "doppler", "op", "aim", "mlflow"))  # fmt: skip
 """Programs that take flags and the words of another command."""
+QUOTED = frozenset(("tmux", "ssh"))
+"""Those of them that hand a command in one word to a shell."""
 PROGRAMS = frozenset(
     [
         "python",
@@ -93,12 +95,17 @@ def reads_script(words: Sequence[str]) -> bool:
 
 
 def script_within(words: Sequence[str]) -> str | None:
-    """Return the script that ``eval``, ``bash -c`` or ``sbatch --wrap`` is given; None where there is none.
+    """Return the script that ``eval``, ``bash -c``, ``tmux`` or ``sbatch --wrap`` is given; None where there is none.
 
     Example:
         >>> script_within(["sbatch", "--gres=gpu:1", "--wrap=trl sft"])
         'trl sft'
+        >>> script_within(["tmux", "send-keys", "-t", "a", "trl sft", "Enter"])
+        'trl sft'
     """
+    if words and words[0].rpartition("/")[2] in QUOTED:
+        typed = [word for word in words[1:] if word not in ("Enter", "C-m")]
+        return typed[-1] if typed and " " in typed[-1].strip() else None
     if words[:1] == ["eval"]:
         return " ".join(words[1:])
     if words and words[0].rpartition("/")[2] == "sbatch":
