@@ -45,8 +45,7 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     tensors += _norm(names.final_norm, spec.final_norm, spec.hidden_size)
     tensors += _layer_inputs(spec)
     if spec.encoder is not None:
-        pooler = _linear(spec, names.pooler, spec.hidden_size, spec.hidden_size, True)
-        tensors += [replace(tensor, used=spec.encoder.reads_pooled) for tensor in pooler]
+        tensors += _projected_rows(spec, spec.encoder)
     if not spec.tie_word_embeddings:
         tensors.append(ParameterTensor(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size), "head"))
     if spec.head_bias:
@@ -71,6 +70,23 @@ def _encoder_embeddings(spec: ModelSpec, encoder: Encoder) -> Iterator[Parameter
         yield ParameterTensor(f"{spec.names.token_types}.weight", shape, "embedding")
     if spec.embedding_norm is not None:
         yield from _norm(spec.names.embedding_norm, spec.embedding_norm, spec.hidden_size)
+    if encoder.distance_buckets and isinstance(part := spec.runs[0].layer.attention, Attention):
+        yield ParameterTensor(f"{DISTANCES}.weight", (encoder.distance_buckets, part.num_heads), "embedding")
+
+
+DISTANCES = "encoder.relative_attention_bias"
+"""A table of biases of scores by distance."""
+
+
+def _projected_rows(spec: ModelSpec, encoder: Encoder) -> Iterator[ParameterTensor]:
+    """Yield the projection of a row's token, which the model has, or its head of scores."""
+    scorer, width = encoder.scorer, spec.hidden_size
+    if encoder.pools or encoder.reads_pooled:
+        bias = scorer.bias or not encoder.reads_pooled
+        for tensor in _linear(spec, spec.names.pooler, width, width, bias):
+            yield replace(tensor, used=encoder.reads_pooled)
+    if scorer.norm and encoder.reads_pooled:
+        yield from _norm(scorer.norm, spec.final_norm, width)
 
 
 def _of_tower(tensor: TowerTensor) -> ParameterTensor:

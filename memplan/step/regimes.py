@@ -70,6 +70,9 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         and (length != spec.max_position_embeddings or codes or setup.autocast),
         sorts_positions=learned and (tokens if code.counts_positions else length) > EMBEDDING_DIRECT_INDICES,
         sorts_types=spec.encoder is not None and spec.encoder.token_types > 0 and tokens > EMBEDDING_DIRECT_INDICES,
+        sorts_distances=spec.encoder is not None
+        and spec.encoder.distance_buckets > 0
+        and length**2 > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
         staged=waits_on_host(spec, setup, tokens),
         copied_widths=copied_widths(spec, setup, tokens, batch),

@@ -263,10 +263,8 @@ def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
         )
     spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
     if (encoder := spec.encoder) is not None:
-        own = {"pooler": "classifier.dense", "head": "classifier.out_proj"} if encoder.projects_first else {}
-        spec = replace(
-            spec, head_bias=True, names=spec.names._replace(**own), encoder=replace(encoder, reads_pooled=True)
-        )
+        names = spec.names._replace(pooler=encoder.scorer.dense, head=encoder.scorer.head)
+        spec = replace(spec, head_bias=True, names=names, encoder=replace(encoder, reads_pooled=True))
     inventory = [
         replace(t, shape=(setup.score_count, *t.shape[1:])) if t.name.startswith(f"{spec.names.head}.") else t
         for t in inventory_of(spec)

@@ -23,7 +23,7 @@ NO_MULTIPLE_OF_HEADS = {"kanana-1.5-2.1b", "kanana-nano-2.1b"}
 """Llama models whose width is no multiple of their heads, which ``LlamaConfig`` refuses since 5.0 whatever ``head_dim`` says."""
 
 
-ENCODERS = {name for name, _ in CASES.values() if name.rpartition("_")[2] in ("bert", "roberta")}
+ENCODERS = {name for name, _ in CASES.values() if name.rpartition("_")[2] in ("bert", "distilbert", "mpnet", "roberta")}
 """Families without a head of their own."""
 
 
@@ -126,7 +126,8 @@ def forward_order(architecture, config):
     real = transformers.AutoConfig.for_model(model_type(architecture), **(copy.deepcopy(config) | IDS))
     for key in [key for key in vars(real) if key.endswith(("dropout", "pdrop"))]:
         setattr(real, key, 0.1)
-    model = transformers.AutoModelForCausalLM.from_config(real, attn_implementation="eager").train()
+    auto = transformers.AutoModel if architecture in ENCODERS else transformers.AutoModelForCausalLM
+    model = auto.from_config(real, attn_implementation="eager").train()
     order = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):

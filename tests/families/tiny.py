@@ -71,10 +71,14 @@ MLLAMA_TOWER |= {"intermediate_layers_indices": [0], "attention_heads": 3, "imag
 IS_SIGLIP = {"model_type": "siglip_vision_model"}
 GEMMA_TEXT = GROUPED | {"head_dim": 16}
 
+DISTIL = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "vocab_size": 100}
+
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "bert": ("bert", BASE),
     "roberta": ("roberta", BASE | {"type_vocab_size": 1, "pad_token_id": 0}),
     "xlm-roberta": ("xlm_roberta", BASE | {"hidden_act": "gelu_new", "pad_token_id": 0}),
+    "distilbert": ("distilbert", DISTIL),
+    "mpnet": ("mpnet", BASE),
     "llama": ("llama", BASE),
     "llama-grouped": ("llama", GROUPED),
     "llama-tied": ("llama", GROUPED | TIED),
@@ -378,6 +382,8 @@ THEIRS = (
     "bert",
     "roberta",
     "xlm_roberta",
+    "distilbert",
+    "mpnet",
     "apertus",
     "bloom",
     "llava",

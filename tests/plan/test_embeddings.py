@@ -84,7 +84,7 @@ def test_other_stacks_name_the_one_that_trains_embeddings():
 
 
 def test_other_encoders_are_refused_by_name():
-    for name in ("distilbert-base-uncased", "answerdotai/ModernBERT-base", "sentence-transformers/all-mpnet-base-v2"):
+    for name in ("microsoft/deberta-v3-base", "nomic-ai/nomic-embed-text-v1.5", "google/electra-base-discriminator"):
         with pytest.raises(MemplanError, match="encoder is not modelled"):
             plan(model=name)
 

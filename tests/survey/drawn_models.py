@@ -23,7 +23,7 @@ LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_n
 STATE_SPACE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with state space layers, likewise."""
 
-ENCODERS = ("bert", "roberta", "xlm_roberta")
+ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet")
 """Families whose tokens see all others, of which embeddings and classes are learnt alone."""
 
 NOT_BUNDLED = (
@@ -130,7 +130,7 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
 def encoder_model(rng: Random, catalog: Catalog) -> Values:
     """Return the keys of an encoder's config, some with the dropout that it is released with and some without."""
     family = rng.choice(ENCODERS)
-    values = _text_model(rng, family, catalog)
+    values = _text_model(rng, "bert" if family == "distilbert" else family, catalog) | {"model_type": family}
     values.pop("tie_word_embeddings", None)
     if values["hidden_size"] % values["num_attention_heads"]:
         values["hidden_size"] = 32 * values["num_attention_heads"]
@@ -138,7 +138,24 @@ def encoder_model(rng: Random, catalog: Catalog) -> Values:
     values |= {key: rng.choice((0.1, 0.1, 0.0)) for key in keys}
     values["type_vocab_size"] = rng.choice((1, 2))
     values["max_position_embeddings"] = rng.choice((514, 2050))
+    if family == "mpnet":
+        values.pop("type_vocab_size")
+    if family == "distilbert":
+        none = ("type_vocab_size", "layer_norm_eps", "hidden_act")
+        values = {DISTILBERT.get(key, key): value for key, value in values.items() if key not in none}
+        values["seq_classif_dropout"] = rng.choice((0.2, 0.0))
     return values
+
+
+DISTILBERT = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+"""Keys of BERT's configs, as DistilBERT's have them."""
 
 
 IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.model.encoder import Encoder
+from memplan.model.encoder import Encoder, Scorer
 from memplan.model.families.common_parts import Shape, attention, model, plain_mlp
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec, Norm, TensorNames
@@ -30,7 +30,7 @@ BERT_NAMES = TensorNames(
     post_feed_forward_norm="output.LayerNorm",
 )
 
-BERT_CODE: Mapping[str, Any] = {
+BERT_CODE: dict[str, Any] = {
     "scored": True,
     "projects_behind": True,
     "wide_softmax": False,
@@ -42,6 +42,69 @@ BERT_CODE: Mapping[str, Any] = {
     "dropouts": ("embeddings.LayerNorm", "attention.output.dense", "output.dense"),
 }
 """What transformers' code of BERT, and of what was made of it, does."""
+
+ROBERTA_SCORER = Scorer("classifier.dense", "classifier.out_proj", drops_first=True)
+"""``RobertaClassificationHead`` in transformers/models/roberta/modeling_roberta.py (5.24.0)."""
+
+MPNET = Encoder(scorer=ROBERTA_SCORER, checkpoints=False)
+MPNET_CODE: Mapping[str, Any] = BERT_CODE | {
+    "counts_positions": True,
+    "returns_projected": True,
+    "returns_weights": False,
+    "steps_alone": True,
+    "scores_dropout": "attention.attn.o",
+    "dropouts": ("embeddings.LayerNorm", "attention.attn.o", "output.dense"),
+}
+"""``MPNetSelfAttention`` and ``MPNetAttention`` in transformers/models/mpnet/modeling_mpnet.py (5.24.0)."""
+MPNET_NAMES = BERT_NAMES._replace(
+    query="attn.q", key="attn.k", value="attn.v", output="attn.o", post_attention_norm="attention.LayerNorm"
+)
+
+DISTILBERT_NAMES = BERT_NAMES._replace(
+    layer="transformer.layer.{}",
+    query="q_lin",
+    key="k_lin",
+    value="v_lin",
+    output="out_lin",
+    mlp="ffn",
+    up="lin1",
+    down="lin2",
+    post_attention_norm="sa_layer_norm",
+    post_feed_forward_norm="output_layer_norm",
+)
+
+DISTILBERT_CODE: Mapping[str, Any] = BERT_CODE | {
+    "projects_behind": False,
+    "drops_attention": "never",
+    "dropouts": ("embeddings.LayerNorm", "ffn.lin2"),
+}
+"""``DistilBertSelfAttention``, ``FFN`` and ``TransformerBlock`` in transformers/models/distilbert/modeling_distilbert.py (5.24.0)."""
+
+
+def distilled(config: ConfigValues, common: Shape) -> ModelSpec:
+    """Return a DistilBERT."""
+    config.only("chunk_size_feed_forward", 0)
+    config.ignore("sinusoidal_pos_embds", "qa_dropout")  # what its table of positions begins with; another head
+    norm = Norm("layer", bias=True, epsilon=1e-12)
+    rows = config.integer("max_position_embeddings", default=512)
+    dropout = config.number("seq_classif_dropout", default=0.2)
+    mlp = plain_mlp(config, config.integer("hidden_dim"), "gelu", "activation")
+    spec = model(
+        config,
+        common,
+        Layer(attention(config, common, 0, bias=True), mlp, norm, placement="summed"),
+        tied=True,
+        dropout=("attention_dropout", "dropout"),
+        default_dropout=0.1,
+        final_norm=NO_NORM,
+        embedding_norm=norm,
+        learned_positions=rows,
+        rotary_tables=0,
+        buffers=(8 * rows,),
+        names=DISTILBERT_NAMES,
+        encoder=Encoder(pools=False, scorer=Scorer("pre_classifier", activation="relu", dropout=dropout)),
+    )
+    return replace(spec, max_position_embeddings=rows, tie_word_embeddings=True, use_cache=False)
 
 
 def bert_like(config: ConfigValues, common: Shape, encoder: Encoder, reserved: int = 0) -> ModelSpec:
@@ -65,8 +128,8 @@ def bert_like(config: ConfigValues, common: Shape, encoder: Encoder, reserved: i
         learned_positions=rows - reserved,
         reserved_positions=reserved,
         rotary_tables=0,
-        buffers=(8 * rows, 8 * rows),
-        names=BERT_NAMES,
+        buffers=(8 * rows,) if encoder.distance_buckets else (8 * rows, 8 * rows),
+        names=MPNET_NAMES if encoder.distance_buckets else BERT_NAMES,
         encoder=encoder,
     )
     return replace(spec, max_position_embeddings=rows - reserved, tie_word_embeddings=True, use_cache=False)

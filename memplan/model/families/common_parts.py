@@ -60,9 +60,9 @@ def shape(
 
 def whole_heads(config: ConfigValues) -> Shape:
     """Return the common keys of a family in which heads share the width and keys are not grouped."""
-    hidden = config.integer("hidden_size", "n_embd", "n_embed")
-    layers = config.integer("num_hidden_layers", "n_layer", "num_layers", maximum=MAXIMUM_LAYERS)
-    heads = config.integer("num_attention_heads", "n_head", "num_heads")
+    hidden = config.integer("hidden_size", "n_embd", "n_embed", "dim")
+    layers = config.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers", maximum=MAXIMUM_LAYERS)
+    heads = config.integer("num_attention_heads", "n_head", "num_heads", "n_heads")
     config.divides("num_attention_heads", heads, "hidden_size", hidden)
     width = max(hidden // heads, 1)
     config.expect("head_dim", width)

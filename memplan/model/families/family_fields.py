@@ -82,6 +82,8 @@ class FamilyCode:
     complex_rotary: bool = False  # Whether heads are rotated as complex numbers, in fp32
     # Whether a module behind attention projects its result, drops and adds it, when nothing else of attention has a name.
     projects_behind: bool = False
+    # Whether attention projects it all the same, and returns it in a tuple that the module behind has a name for (MPNet).
+    returns_projected: bool = False
     # How a layer adds up what attention and a feed-forward part beside it add: ``parts-first`` adds these, ``in-place``
     # in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is ``parts-first``
     # with the second norm after attention; ``own`` is the bundled models' way.

@@ -31,6 +31,7 @@ class Regime:
     several_tiles: bool = False  # A loss that forms logits tile by tile has more tokens than one takes
     # There are so many positions that the gradient of their learned embedding is formed by sorting.
     sorts_positions: bool = False
+    sorts_distances: bool = False  # The same of biases of scores, of which there are as many as pairs of positions
     sorts_types: bool = False  # The same of token types, of which there are as many as tokens
     staged: bool = False  # Inputs of layers are so large that they wait in host memory, where a stack keeps them there
     # Bytes for each token, and for each that another follows, from which hooks copy a tensor there: 1 to 8, and 9 where more

@@ -32,6 +32,7 @@ class Builder:
         named: The same for attention.
         tables: Cosines and sines of the layer's own call, where it is not given the model's.
         given_keys: Keys and values of an earlier layer, where this one has none of its own.
+        score_bias: What scores of all layers get added, where they do.
         stores_keys: Whether later layers read those of this one.
         joins_keys: Whether their gradients come to these.
         keeps_graph: Whether these keep the graph that they come of when they are computed again.
@@ -47,6 +48,7 @@ class Builder:
         self.named: list[Value] = []
         self.tables: tuple[Value, ...] = ()
         self.given_keys: tuple[Value, ...] = ()
+        self.score_bias: Value | None = None
         self.stores_keys = self.joins_keys = self.keeps_graph = False
 
     def weight(self, name: str) -> Weight:

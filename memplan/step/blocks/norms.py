@@ -59,7 +59,7 @@ def joined(builder: Builder, x: Value, part: Value, layer: Layer, index: int) ->
     name = norm_names(builder.settings.names, layer)[index]
     if layer.placement == "post":
         return builder.add(x, builder.dropped(normalised(builder, part, layer.norm, name, size)))
-    part = builder.dropped(part)
+    part = builder.dropped(part) if index else builder.dropped_behind(part)
     with tape.alive(x, part):
         out = normalised(builder, builder.add(part, x), layer.norm, name, size)
     tape.touch(*builder.named)  # what attention, or the feed-forward part, has yielded

@@ -1,5 +1,6 @@
 """Projections on a tape: of floats and of codes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan.step.blocks.builder import ONE, Builder
@@ -158,3 +159,18 @@ def _scratch(builder: Builder, like: Value, row_bytes: int) -> Value:
 def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
     """Return the sum over rows that forms a bias's gradient."""
     return Reduction(x.quantity, 1, bias.rows) if bias is not None and bias.trainable else None
+
+
+def clipped(builder: Builder, *projected: Value) -> Sequence[Value]:
+    """Return what projections yield, clipped in place, of which backward needs a copy as it was before."""
+    # Source: ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in
+    # derivatives.yaml (v2.13.0).
+    with builder.tape.alive(*projected):
+        clipped = []
+        for x in projected:
+            out = builder.tape.view(x)
+            out.apart = True
+            masks = [(x.quantity, x.width)] * 2  # ``where(self >= min and self <= max)``
+            flags = Traits(workspace=masks, forms_last=True)
+            clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)], traits=flags))
+        return clipped

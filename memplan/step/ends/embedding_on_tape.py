@@ -9,7 +9,7 @@ from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import divided_embedding
-from memplan.step.ends.encoder_ends import summed_embeddings
+from memplan.step.ends.encoder_ends import shared_bias, summed_embeddings
 from memplan.step.ends.end_settings import EndSettings
 from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.kernels.layer_arguments import position_quantity
@@ -55,7 +55,10 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if f"{names.embedding}.norm.weight" in builder.weights:
         x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
     if settings.encoder is not None and settings.learned_positions:
-        return Section(tape, entry, summed_embeddings(builder, x, settings))
+        x = summed_embeddings(builder, x, settings)
+        if settings.encoder.distance_buckets:
+            shared_bias(builder, x)
+        return Section(tape, entry, x)
     if settings.embedding_norm is not None:
         x = normalised(builder, x, settings.embedding_norm, names.embedding_norm, block.hidden_size)
     if settings.learned_positions:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from memplan.model.parameter_tensors import DISTANCES
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
@@ -17,7 +18,7 @@ ID_BYTES = 8
 
 def of_rows(builder: Builder, tokens: Value, settings: EndSettings) -> Value:
     """Record what is made of each row of tokens: its embedding, or the loss over an encoder's scores of it; return that."""
-    if settings.encoder is not None and not settings.encoder.reads_pooled:
+    if settings.encoder is not None and settings.encoder.pools and not settings.encoder.reads_pooled:
         _idle_pooler(builder, tokens)
     if settings.pooling is not None:
         return pooled(builder, tokens, settings.pooling)
@@ -53,6 +54,39 @@ def summed_embeddings(builder: Builder, words: Value, settings: EndSettings) -> 
         with tape.alive(*named, rows):
             normed = normalised(builder, total, settings.embedding_norm, block.names.embedding_norm, block.hidden_size)
             return builder.dropped(normed, settings.embedding_dropout)
+
+
+def shared_bias(builder: Builder, embedded: Value) -> None:
+    """Make the bias of scores that layers share, looked up for each pair of positions and copied for each row, beside embedded tokens.
+
+    Source:
+        ``compute_position_bias`` in transformers/models/mpnet/modeling_mpnet.py (5.24.0).
+    """
+    tape = builder.tape
+    tape.instant = "layer 1 backward"  # behind the layers' own, and before what is left is the embedding's alone
+    table = replace(builder.weight(f"{DISTANCES}.weight"), copy_bytes=0)
+    heads, width = table.columns, builder.settings.embedded_bytes
+    with tape.alive(embedded):
+        apart = tape.make("distances", tape.value(Quantity.SQUARE, 1, ID_BYTES))
+        with tape.alive(apart):
+            ids = tape.make(
+                "buckets",
+                tape.value(Quantity.SQUARE, 1, ID_BYTES),
+                scratch=[(Quantity.SQUARE, 4 * ID_BYTES + 1), (Quantity.POSITIONS, 2 * ID_BYTES)],
+            )
+    with tape.alive(embedded, apart, ids):
+        rows = tape.value(Quantity.SQUARE, heads, width)
+        sums = 8 + 4 * heads
+        sorted_ids = [(Quantity.SQUARE, 24 + ceil_div(sums, 10)), (Quantity.ONE, (16 + sums) * table.rows)]
+        sizes = sorted_ids if builder.settings.regime.sorts_distances else []
+        copied = [(Quantity.SQUARE, heads * width)]  # of what lies with heads before pairs
+        saves = [ids] if table.trainable else []
+        tape.apply("distance embedding", [], rows, saves, [table], Traits(workspace=[*sizes, *copied]))
+        bias = tape.value(Quantity.SCORES, heads, width)
+        way = SAME if builder.settings.regime.one_sequence else NEW
+        tape.layer_inputs = tape.apply("copy bias", [(rows, way)], bias, traits=SAVES_NOTHING)
+    if bias.needs_gradient:
+        tape.awaited.append((bias, bias.coefficient))
 
 
 def _rows(builder: Builder, name: str, table: Weight, places: Quantity, ids: list[Value], *, sorts: bool) -> Value:
@@ -96,16 +130,21 @@ def _class_loss(builder: Builder, tokens: Value, settings: EndSettings) -> Value
         ``BertForSequenceClassification.forward`` in transformers/models/bert/modeling_bert.py, ``RobertaClassificationHead.forward`` in
         models/roberta/modeling_roberta.py (5.24.0).
     """
-    tape, names, encoder = builder.tape, settings.block.names, settings.encoder
-    assert encoder is not None
+    tape, names = builder.tape, settings.block.names
+    assert settings.encoder is not None
+    scorer = settings.encoder.scorer
     with tape.alive(tokens):
         first = tape.apply("select", [(tokens, NEW)], _first_tokens(tokens), traits=SAVES_NOTHING)
-        first = builder.dropped(first) if encoder.projects_first else first
+        first = builder.dropped(first) if scorer.drops_first else first
         projected = linear(builder, first, names.pooler, tokens.width)
-        pooled = builder.fresh(projected)
-        tape.apply("tanh", [(projected, NEW)], pooled, [pooled])
+        if scorer.activation == "gelu":
+            pooled = builder.pointwise("gelu", projected, (projected,))
+        else:
+            pooled = builder.fresh(projected)
+            tape.apply(scorer.activation, [(projected, NEW)], pooled, [pooled])
         with tape.alive(pooled):
-            return last_score(builder, linear(builder, builder.dropped(pooled), names.head, settings.vocab_size))
+            dropped = builder.dropped(pooled, scorer.dropout)
+            return last_score(builder, linear(builder, dropped, names.head, settings.vocab_size))
 
 
 def _first_tokens(tokens: Value) -> Value:

@@ -179,7 +179,8 @@ class HandedTensors:
     def stand_by(self, layer: int) -> None:
         """Allocate what is there in the backward of a layer, the first of which is 1, and free what is gone by then; 0 is the embedding."""
         forms = self._handed.tensors(layer)
-        stay = ("made", "kept") if layer else ("kept",) if self._handed.reentrant else ()
+        made = ("made",) if self._handed.lasts else ()
+        stay = (*made, "kept") if layer else ("kept",) if self._handed.reentrant else ()
         self._stream.of("temporaries")
         for key in [key for key in self._there if key not in forms and (key[0] not in stay or self._makes(key, layer))]:
             self._stream.free(self._there.pop(key))

@@ -7,6 +7,7 @@ from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder, looked_at
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
+from memplan.step.blocks.projections import clipped
 from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, repeated, ungrouped
 from memplan.step.layers.handed_down import cached, stored
@@ -22,7 +23,7 @@ from memplan.step.layers.head_gradients import (
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps, scaled_by_position
-from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 
 
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
@@ -58,21 +59,34 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         groups = part.num_heads if code.by_groups else part.num_key_value_heads
         heads = _repeated(builder, Heads(query, key, value, part.num_heads, groups))
         named = (*named, whole) if code.names_all else named
-        with builder.tape.alive(*heads.tensors, *named, *gates):
-            out = attended(builder, heads, part)
-            with builder.tape.alive(out):
-                out = builder.copied(out, moves=_keeps_heads_first(builder, part))
-            for gate in gates:
-                out = _gated(builder, out, gate)
-            builder.named += [out] if code.adds_inside or code.projects_behind else []
-            if not code.projects_behind:
-                result = _projected(builder, out, prefix)
-        if code.projects_behind:
-            result = _projected(builder, out, prefix)
+        out, result = _result(builder, heads, (*named, *gates), gates, part, prefix)
         if code.names_all:  # as ``CausalSelfAttention.forward`` names them
             others = [x for x in (*heads.tensors, *named) if x.storage != whole.storage]
             builder.tape.touch(whole, *others, out)
         return result
+
+
+def _result(
+    builder: Builder, heads: Heads, named: Sequence[Value], gates: Sequence[Value], part: Attention, prefix: str
+) -> tuple[Value, Value]:
+    """Return what attention yields, and its projection, formed where its own function still has its names or behind it."""
+    code, tape = builder.settings.code, builder.tape
+    apart = code.projects_behind and not code.returns_projected
+    with tape.alive(*heads.tensors, *named):
+        out = attended(builder, heads, part)
+        with tape.alive(out):
+            out = builder.copied(out, moves=_keeps_heads_first(builder, part))
+        for gate in gates:
+            out = _gated(builder, out, gate)
+        builder.named += [out] if code.adds_inside or apart else []
+        if not apart:
+            result = _projected(builder, out, prefix)
+    if apart:
+        result = _projected(builder, out, prefix)
+    if code.returns_projected:
+        tape.touch(*builder.named)
+        builder.named[:] = [result]
+    return out, result
 
 
 def _formed(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Sequence[Value], tuple[Value, ...]]:
@@ -81,7 +95,7 @@ def _formed(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[S
     if code.query_first or code.turns_each:
         return (_each_turned if code.turns_each else _query_first)(builder, x, part, prefix), ()
     formed, gates = _projections(builder, x, part, prefix)
-    projected = _clipped(builder, *formed) if part.clip else formed
+    projected = clipped(builder, *formed) if part.clip else formed
     if views_normed(part) or _looks_at_once(builder, part):
         return projected, gates
     return in_heads(builder, projected, part), gates
@@ -128,21 +142,6 @@ def _put_together(
             key = repeated(builder, key, times, alone=groups == 1)
             with builder.tape.alive(key):
                 return query, key, repeated(builder, value, times, alone=groups == 1)
-
-
-def _clipped(builder: Builder, *projected: Value) -> Sequence[Value]:
-    """Return what projections yield, clipped in place, of which backward needs a copy as it was before."""
-    # Source: ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in
-    # derivatives.yaml (v2.13.0).
-    with builder.tape.alive(*projected):
-        clipped = []
-        for x in projected:
-            out = builder.tape.view(x)
-            out.apart = True
-            masks = [(x.quantity, x.width)] * 2  # ``where(self >= min and self <= max)``
-            flags = Traits(workspace=masks, forms_last=True)
-            clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)], traits=flags))
-        return clipped
 
 
 def _names(builder: Builder, prefix: str) -> list[str]:

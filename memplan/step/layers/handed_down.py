@@ -33,12 +33,15 @@ class Given(NamedTuple):
     element_bytes: int
     needs_gradient: bool
     foreign: bool = False
+    quantity: Quantity = TOKENS  # What it is of that width for each of
 
 
 class Handed(NamedTuple):
     """What a layer is given, and what becomes of it."""
 
-    inputs: Given | None = None  # Embeddings of all layers, of which it takes its own
+    inputs: Given | None = (
+        None  # Embeddings of all layers, of which it takes its own, or a bias of scores that all share
+    )
     width: int = 0  # Of its own
     keys: tuple[Given, ...] = ()  # Keys and values of an earlier layer, where it has none of its own
     stores: bool = False  # Whether later layers read its own
@@ -60,7 +63,7 @@ def given(builder: Builder, tensor: Given, *, waits: bool) -> Value:
     Args:
         waits: Whether its gradient is there when backward begins, so that what is formed of it here is added to that.
     """
-    value = builder.tape.part_of(TOKENS, tensor.width, tensor.element_bytes, tensor.needs_gradient)
+    value = builder.tape.part_of(tensor.quantity, tensor.width, tensor.element_bytes, tensor.needs_gradient)
     value.foreign = tensor.foreign
     if waits and tensor.needs_gradient:
         builder.tape.awaited.append((value, 0))
@@ -76,6 +79,9 @@ def receive(builder: Builder, handed: Handed, layer: Layer) -> Value | None:
     if handed.inputs is None:
         return None
     every = given(builder, handed.inputs, waits=not handed.last)
+    if not handed.width:
+        builder.score_bias = every
+        return None
     if handed.holds:
         builder.tape.storages[every.storage] = (Part.ACTIVATIONS, TOKENS, every.coefficient)
     builder.tape.layer_inputs = every
@@ -134,6 +140,7 @@ class HandedDown:
     gradient: Form = ZERO  # That of what such a layer was given, where it stays too
     first_saves: bool = False  # Whether the first layer saves embeddings of all, and they go with that
     reentrant: bool = False  # Whether what is computed again has a graph apart
+    lasts: bool = True  # Whether what layers are given is there as they run backward
     keeps: bool = False  # Whether checkpointing keeps keys and values until the layers have run backward
 
     def tensors(self, layer: int) -> dict[tuple[str, int, int], Form]:
@@ -199,12 +206,12 @@ class HandedDown:
 
 
 def _form(tensor: Given, part: Part) -> Form:
-    return single_form(part, TOKENS, tensor.width * tensor.element_bytes)
+    return single_form(part, tensor.quantity, tensor.width * tensor.element_bytes)
 
 
 def as_given(value: Value) -> Given:
     """Return what other parts are given of a tensor."""
-    return Given(value.width, value.element_bytes, value.needs_gradient, value.foreign)
+    return Given(value.width, value.element_bytes, value.needs_gradient, value.foreign, value.quantity)
 
 
 def sharings(spec: ModelSpec, unread: bool) -> dict[bool, Sharing]:

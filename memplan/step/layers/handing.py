@@ -54,7 +54,7 @@ class Handing:
         last = run.first + run.count == spec.num_hidden_layers
         checkpointed = self._setup.checkpointing != "none"
         graphs = stores and not self._cuts_keys
-        holds = run.first == 0 and not checkpointed
+        holds = run.first == 0 and not checkpointed and spec.layer_input > 0
         return Handed(
             self._layer_inputs,
             spec.layer_input,
@@ -86,6 +86,7 @@ class Handing:
             single_form(Part.TEMPORARIES, TOKENS, gradient),
             _saves_inputs(first),
             self._cuts_keys,
+            self._spec.layer_input > 0,
             keeps,
         )
 
@@ -103,6 +104,8 @@ def _sharings(spec: ModelSpec, setup: TrainingSetup) -> dict[bool, Sharing]:
 def alone(spec: ModelSpec, setup: TrainingSetup) -> set[int]:
     """Return the layers, numbered from 0, that are given, or hand on, something else than those like them."""
     numbers = {number for share in _sharings(spec, setup).values() for number in share}
+    if spec.encoder is not None and spec.encoder.distance_buckets:
+        return {spec.num_hidden_layers - 1}
     return numbers | ({0, spec.num_hidden_layers - 1} if spec.layer_input else set())
 
 

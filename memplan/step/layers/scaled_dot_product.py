@@ -27,6 +27,7 @@ from memplan.step.layers.rotation import rotary, turned_complex
 from memplan.step.layers.stepwise_attention import (
     biased_attention,
     capped_attention,
+    distanced_attention,
     masked_in_layer,
     stepwise_attention,
     wide_attention,
@@ -41,6 +42,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
     stepwise = goes_by_steps(builder, part)
     if part is not None and part.alibi:
         return biased_attention(builder, heads)
+    if builder.score_bias is not None:
+        return distanced_attention(builder, heads, builder.score_bias)
     if stepwise and builder.settings.code.wide_scores:
         return wide_attention(builder, heads)
     if stepwise and builder.settings.code.masks_layers:

@@ -78,6 +78,26 @@ def capped_attention(builder: Builder, given: Heads, part: Attention | None) -> 
                 return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
 
 
+def distanced_attention(builder: Builder, given: Heads, bias: Value) -> Value:
+    """Return attention whose scores get a bias added in place that layers share, and that has names for scores and probabilities until it returns.
+
+    Source:
+        ``MPNetSelfAttention.forward`` in transformers/models/mpnet/modeling_mpnet.py (5.24.0).
+    """
+    tape, own = builder.tape, given.query.element_bytes
+    with tape.alive(*given.tensors):
+        query, key = builder.lowered(given.query), builder.lowered(given.key)
+        scores = builder.pointwise("scale", scores_of(builder, query, key, given.number, query.element_bytes))
+        ways = [(scores, SAME), (bias, SAME if bias.element_bytes == scores.element_bytes else NEW)]
+        masked = masked_scores(builder, tape.apply("add bias", ways, tape.view(scores), traits=SAVES_NOTHING))
+        builder.named.append(masked)
+        with tape.alive(masked):
+            weights = builder.dropped(_probabilities(builder, masked, own), builder.settings.attention_dropout)
+            builder.named.append(weights)
+            read, value = builder.lowered(weights), builder.lowered(given.value)
+            return weighted_sum(builder, read, value, value.width, given.number)
+
+
 def masked_in_layer(builder: Builder, heads: Heads, part: Attention) -> Value:
     """Return attention whose query is scaled in place, and whose layer makes an fp32 mask that widens scores.
 

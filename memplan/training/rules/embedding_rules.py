@@ -74,6 +74,11 @@ def encoder_refusals(
         yield f"parallel: {name}, an encoder, on several GPUs is not modelled; use one"
     if unpads:
         yield f"kernels.attention: {name} with the package flash-attn, which takes padding out of rows, is not modelled; use flash"
+    if not spec.encoder.checkpoints and config.activation_checkpointing != "none":
+        yield (
+            f"activation_checkpointing: {name}'s code checkpoints no layer, and Trainer ends with an error (supports_gradient_checkpointing); "
+            "use none"
+        )
     if autocast and stack.checkpointing.reentrant and config.activation_checkpointing != "none":
         yield (
             f"reentrant_checkpointing: {name}, an encoder, under autocast is not modelled so: layers that are called again share one narrow "

@@ -292,6 +292,10 @@ def padded_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=replace(job.job, training={**job.job.training, "padded_rows": True}))
 
 
+PROJECTIONS = {"distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"), "mpnet": ("q", "k", "v", "o")}
+"""Family of encoders -> projections of its attention, where these are not called as BERT's are."""
+
+
 def encoder_job(job: StackJob, seed: int, number: int, catalog: Catalog) -> StackJob:
     """Return a job of an encoder, which is drawn, with fewer tokens than it has positions."""
     rng, training = Random(f"memplan encoders {seed} {number}"), dict(job.job.training)
@@ -299,8 +303,13 @@ def encoder_job(job: StackJob, seed: int, number: int, catalog: Catalog) -> Stac
     positions = int(values["max_position_embeddings"]) - 2
     training["sequence_length"] = min(int(training["sequence_length"]), positions)
     if "adapter" in training:
-        own = rng.choice((("query", "value"), ("all-linear",), ("query", "key", "value", "attention.output.dense")))
+        names = PROJECTIONS.get(str(values["model_type"]), ("query", "key", "value", "attention.output.dense"))
+        own = rng.choice(((names[0], names[-2]), ("all-linear",), names))
         training["adapter"] = {**training["adapter"], "targets": list(own)}
+    if values["model_type"] == "mpnet":
+        training["activation_checkpointing"] = "none"
+        training.pop("checkpointed_layers", None)
+        training["kernels"] = {key: one for key, one in training.get("kernels", {}).items() if key != "attention"}
     return replace(job, job=Job(values, training))
 
 

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from memplan.model.encoder import Encoder
-from memplan.model.families.bert_layers import BERT_CODE, bert_like
+from memplan.model.families.bert_layers import (
+    BERT_CODE,
+    DISTILBERT_CODE,
+    MPNET,
+    MPNET_CODE,
+    ROBERTA_SCORER,
+    bert_like,
+    distilled,
+)
 from memplan.model.families.common_parts import (
     GPT_NAMES,
     attention,
@@ -294,7 +302,7 @@ def roberta(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/roberta/modeling_roberta.py``; https://arxiv.org/abs/1907.11692.
     """
     padding = config.integer("pad_token_id", default=1, minimum=0)
-    types = Encoder(config.integer("type_vocab_size", default=2), projects_first=True)
+    types = Encoder(config.integer("type_vocab_size", default=2), scorer=ROBERTA_SCORER)
     return bert_like(config, whole_heads(config), types, reserved=padding + 1)
 
 
@@ -305,3 +313,22 @@ def xlm_roberta(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/xlm_roberta/modeling_xlm_roberta.py``; https://arxiv.org/abs/1911.02116.
     """
     return roberta(config)
+
+
+@runs_as(**DISTILBERT_CODE)
+def distilbert(config: ConfigValues) -> ModelSpec:
+    """DistilBERT: BERT's layers without types of tokens, and without a projection of the first one.
+
+    Source: ``transformers/models/distilbert/modeling_distilbert.py``; https://arxiv.org/abs/1910.01108.
+    """
+    return distilled(config, whole_heads(config))
+
+
+@runs_as(**MPNET_CODE)
+def mpnet(config: ConfigValues) -> ModelSpec:
+    """MPNet: RoBERTa's layers, whose scores get a bias by distance that all share.
+
+    Source: ``transformers/models/mpnet/modeling_mpnet.py``; https://arxiv.org/abs/2004.09297.
+    """
+    buckets = config.integer("relative_attention_num_buckets", default=32)
+    return bert_like(config, whole_heads(config), replace(MPNET, distance_buckets=buckets), reserved=2)
