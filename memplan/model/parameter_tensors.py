@@ -101,7 +101,7 @@ def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:
 
 def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
     names, hidden = spec.names, spec.hidden_size
-    for part in norm_names(names, layer)[:1]:
+    for part in norm_names(names, layer)[layer.bare : 1]:
         yield from _norm(part, layer.norm, hidden)
     if layer.beside is not None:
         yield from _state_space(spec, layer.beside)
@@ -139,6 +139,11 @@ def norm_names(names: TensorNames, layer: Layer) -> tuple[str, ...]:
     if layer.placement == "sandwich":
         return (names.input_norm, names.post_attention_norm, names.pre_feed_forward_norm, names.post_feed_forward_norm)
     return (names.input_norm, names.post_attention_norm)[: layer.parallel_norms]
+
+
+def norm_of(layer: Layer, index: int) -> Norm:
+    """Return a layer's norm of a number; none where it is the one before attention, and nothing stands there."""
+    return Norm("none", weight=False) if layer.bare and not index else layer.norm
 
 
 def _norm(name: str, norm: Norm, *shape: int) -> Iterator[ParameterTensor]:

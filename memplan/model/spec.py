@@ -199,6 +199,7 @@ class Layer:
     # ``sandwich``: before and after (Gemma 2, 3);
     # ``parallel``: both read the same input and are added together (NeoX, Phi); ``alone``: one part behind one norm (Nemotron-H).
     placement: Placement = "pre"
+    bare: bool = False  # Nothing normalises what attention is given (the first of ModernBERT's)
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
     residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none
     beside: StateSpace | None = None  # What reads the same input as attention, whose results are added (Falcon-H1)

@@ -111,7 +111,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     spec, setup = inputs.spec, inputs.setup
     first = taped.layer_of(0)
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
-    if spec.encoder is not None:  # ``embedding_output`` in ``BertModel.forward`` (transformers 5.24.0)
+    if spec.encoder is not None:  # ``embedding_output`` of ``BertModel``, ``mask_kwargs`` of ``ModernBertModel``
         return ZERO if saved or (taped.again[taped.kinds[0]] and first.tape.nodes) else stream_form(inputs)
     if not family_code(setup.stack, spec.architecture).forms_tables:
         return ZERO
@@ -251,8 +251,8 @@ def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
 
 def called_again(inputs: StepInputs) -> Form:
     """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
-    if not _is_reentrant(inputs.setup) or inputs.spec.encoder is not None:  # which is given a mask alone, by its place
-        return ZERO
+    if not _is_reentrant(inputs.setup) or (inputs.spec.encoder is not None and inputs.spec.learned_positions):
+        return ZERO  # layers of the latter are given a mask alone, by its place
     # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
     # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).
     if inputs.setup.stack.checkpointing.calls_units:

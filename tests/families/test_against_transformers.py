@@ -23,7 +23,11 @@ NO_MULTIPLE_OF_HEADS = {"kanana-1.5-2.1b", "kanana-nano-2.1b"}
 """Llama models whose width is no multiple of their heads, which ``LlamaConfig`` refuses since 5.0 whatever ``head_dim`` says."""
 
 
-ENCODERS = {name for name, _ in CASES.values() if name.rpartition("_")[2] in ("bert", "distilbert", "mpnet", "roberta")}
+ENCODERS = {
+    name
+    for name, _ in CASES.values()
+    if name.rpartition("_")[2] in ("bert", "distilbert", "modernbert", "mpnet", "roberta")
+}
 """Families without a head of their own."""
 
 

@@ -23,7 +23,7 @@ LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_n
 STATE_SPACE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with state space layers, likewise."""
 
-ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet")
+ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert")
 """Families whose tokens see all others, of which embeddings and classes are learnt alone."""
 
 NOT_BUNDLED = (
@@ -130,7 +130,8 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
 def encoder_model(rng: Random, catalog: Catalog) -> Values:
     """Return the keys of an encoder's config, some with the dropout that it is released with and some without."""
     family = rng.choice(ENCODERS)
-    values = _text_model(rng, "bert" if family == "distilbert" else family, catalog) | {"model_type": family}
+    drawn = "bert" if family in ("distilbert", "modernbert") else family
+    values = _text_model(rng, drawn, catalog) | {"model_type": family}
     values.pop("tie_word_embeddings", None)
     if values["hidden_size"] % values["num_attention_heads"]:
         values["hidden_size"] = 32 * values["num_attention_heads"]
@@ -140,6 +141,11 @@ def encoder_model(rng: Random, catalog: Catalog) -> Values:
     values["max_position_embeddings"] = rng.choice((514, 2050))
     if family == "mpnet":
         values.pop("type_vocab_size")
+    if family == "modernbert":
+        shapes = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
+        own = {"classifier_pooling": rng.choice(("mean", "cls")), "local_attention": rng.choice((128, 128, 500))}
+        own |= {"num_hidden_layers": rng.randint(2, 5), "global_attn_every_n_layers": rng.choice((2, 3, 3))}
+        return {"model_type": family, **{key: values[key] for key in shapes}, **own}
     if family == "distilbert":
         none = ("type_vocab_size", "layer_norm_eps", "hidden_act")
         values = {DISTILBERT.get(key, key): value for key, value in values.items() if key not in none}

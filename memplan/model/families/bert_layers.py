@@ -7,7 +7,7 @@ from typing import Any
 from memplan.model.encoder import Encoder, Scorer
 from memplan.model.families.common_parts import Shape, attention, model, plain_mlp
 from memplan.model.families.config_values import ConfigValues
-from memplan.model.spec import Layer, ModelSpec, Norm, TensorNames
+from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
 
 NO_NORM = Norm("none", weight=False)
 """What stands before the head where the last layer ends with a norm."""
@@ -133,3 +133,59 @@ def bert_like(config: ConfigValues, common: Shape, encoder: Encoder, reserved: i
         encoder=encoder,
     )
     return replace(spec, max_position_embeddings=rows - reserved, tie_word_embeddings=True, use_cache=False)
+
+
+MODERN_NAMES = TensorNames(
+    embedding="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    layer="layers.{}",
+    final_norm="final_norm",
+    attention="attn",
+    qkv="Wqkv",
+    output="Wo",
+    gate_up="Wi",
+    down="Wo",
+    input_norm="attn_norm",
+    post_attention_norm="mlp_norm",
+)
+
+
+def modern_bert(config: ConfigValues, common: Shape) -> ModelSpec:
+    """Return a ModernBERT, whose first layer is given embedded tokens that are normalised already."""
+    for key in ("attention_dropout", "embedding_dropout", "mlp_dropout"):
+        config.only(key, 0, 0.0)
+    config.only("sparse_prediction", False)
+    config.ignore(
+        "initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad",
+        "sparse_pred_ignore_index", "decoder_bias", "cls_token_id", "global_rope_theta", "local_rope_theta"
+    )  # fmt: skip
+    bias = config.flag("attention_bias")
+    norm = Norm("layer", bias=config.flag("norm_bias"), epsilon=config.number("norm_eps", default=1e-5))
+    inner, kind = config.integer("intermediate_size"), config.activation("hidden_activation", default="gelu")
+    mlp = Mlp(inner, kind, fused_gate_up=True, bias=config.flag("mlp_bias"))
+    layer = Layer(attention(config, common, bias=bias, fused_qkv=True), mlp, norm)
+    scorer = Scorer(
+        "head.dense",
+        bias=config.flag("classifier_bias"),
+        activation="gelu",
+        dropout=config.number("classifier_dropout", default=0.0),
+        norm="head.norm",
+        mean=config.text("classifier_pooling", "cls") == "mean",
+    )
+    config.only("classifier_activation", "gelu")
+    count = common.num_hidden_layers
+    every, listed = config.integer("global_attn_every_n_layers", default=3), config.keys.get("layer_types")
+    kinds = list(listed) if isinstance(listed, (list, tuple)) else [number % every == 0 for number in range(count)]
+    spec = model(
+        config,
+        common,
+        [replace(layer, bare=True), *[layer] * (count - 1)],
+        tied=True,
+        embedding_norm=norm,
+        rotary_tables=2,
+        window=config.integer("local_attention", default=128) // 2,
+        full_layers=tuple([number for number, kind in enumerate(kinds) if kind in (True, "full_attention")]),
+        names=MODERN_NAMES,
+        encoder=Encoder(pools=False, scorer=scorer, drops=False),
+    )
+    return replace(spec, tie_word_embeddings=True, use_cache=False)

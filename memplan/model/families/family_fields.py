@@ -79,6 +79,8 @@ class FamilyCode:
     forms_tables: bool = False  # Whether rotary tables are formed in each forward, and gone when its graph is
     passes_positions: bool = False  # Whether layers are called with the numbers of the positions
     wide_rotary: bool = False  # Whether rotary tables are in fp32, so that heads are rotated in fp32 and cast back
+    # Whether heads are cast to fp32 for each product with a table, in whatever dtype that is (ModernBERT).
+    widens_rotated: bool = False
     complex_rotary: bool = False  # Whether heads are rotated as complex numbers, in fp32
     # Whether a module behind attention projects its result, drops and adds it, when nothing else of attention has a name.
     projects_behind: bool = False

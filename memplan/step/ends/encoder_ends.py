@@ -134,7 +134,7 @@ def _class_loss(builder: Builder, tokens: Value, settings: EndSettings) -> Value
     assert settings.encoder is not None
     scorer = settings.encoder.scorer
     with tape.alive(tokens):
-        first = tape.apply("select", [(tokens, NEW)], _first_tokens(tokens), traits=SAVES_NOTHING)
+        first = _averaged(builder, tokens) if scorer.mean else _selected(builder, tokens)
         first = builder.dropped(first) if scorer.drops_first else first
         projected = linear(builder, first, names.pooler, tokens.width)
         if scorer.activation == "gelu":
@@ -142,9 +142,28 @@ def _class_loss(builder: Builder, tokens: Value, settings: EndSettings) -> Value
         else:
             pooled = builder.fresh(projected)
             tape.apply(scorer.activation, [(projected, NEW)], pooled, [pooled])
+        if scorer.norm:
+            pooled = normalised(builder, pooled, settings.final_norm, scorer.norm, tokens.width)
         with tape.alive(pooled):
             dropped = builder.dropped(pooled, scorer.dropout)
             return last_score(builder, linear(builder, dropped, names.head, settings.vocab_size))
+
+
+def _selected(builder: Builder, tokens: Value) -> Value:
+    return builder.tape.apply("select", [(tokens, NEW)], _first_tokens(tokens), traits=SAVES_NOTHING)
+
+
+def _averaged(builder: Builder, tokens: Value) -> Value:
+    """Return the mean of a row's tokens, each times the number that a mask has for it.
+
+    Source:
+        ``ModernBertForSequenceClassification.forward`` in transformers/models/modernbert/modeling_modernbert.py (5.24.0).
+    """
+    tape, width = builder.tape, 4 if builder.settings.under_autocast else tokens.element_bytes
+    masked = builder.pointwise("mul mask", tokens, packs=True)
+    total = tape.value(Quantity.SEQUENCES, tokens.width, width)
+    tape.apply("sum tokens", [(masked, SAME)], total, traits=SAVES_NOTHING)
+    return builder.pointwise("div", total, packs=True)
 
 
 def _first_tokens(tokens: Value) -> Value:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
-from memplan.model.parameter_tensors import norm_names
+from memplan.model.parameter_tensors import norm_names, norm_of
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts
 from memplan.model.state_space import StateSpace
@@ -193,7 +193,7 @@ def _added_inside(builder: Builder, x: Value, layer: Layer) -> Value:
 def _norms(builder: Builder, layer: Layer) -> Callable[[Value, int], Value]:
     """Return what applies a layer's norm of a number to a value."""
     names, hidden = norm_names(builder.settings.names, layer), builder.settings.hidden_size
-    return lambda value, index: normalised(builder, value, layer.norm, names[index], hidden)
+    return lambda value, index: normalised(builder, value, norm_of(layer, index), names[index], hidden)
 
 
 def _named_sandwich(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -62,6 +62,8 @@ def _turned_together(
 ) -> tuple[Value, Value, tuple[Value, ...]]:
     """Return query and key rotated by one function, whose caller names what it gave until that returns."""
     tape, code = builder.tape, builder.settings.code
+    if code.widens_rotated:
+        return _turned_wide(builder, query, key)
     each = code.joins_rotated and code.names_passed  # both are rotated before either is joined
     if not each and (not code.cuts(part.rotary_dim, part.head_dim) or code.joins_rotated):
         first = rotary(builder, query, part.head_dim, part.rotary_dim)
@@ -86,6 +88,30 @@ def _turned_together(
             second = joined_heads(builder, key, other, key_parts[1])
     named = (rotated, other) if each else (query, key, rotated, other)
     return first, second, named if code.names_passed else ()
+
+
+def _turned_wide(builder: Builder, query: Value, key: Value) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return query and key rotated in fp32, of each of which there is a copy for either product, and cast back.
+
+    Source:
+        ``apply_rotary_pos_emb`` in transformers/models/modernbert/modeling_modernbert.py (5.24.0).
+    """
+    tape = builder.tape
+
+    def turned(x: Value) -> Value:
+        by_cos = by_table(builder, "mul cos", builder.cast(x, 4), 4, ())
+        with tape.alive(by_cos):
+            swapped = _swapped(builder, builder.cast(x, 4), first_half_first=True)
+            return _sum_of_products(builder, x, swapped, 4, (), by_cos)
+
+    with tape.alive(query, key):
+        first = turned(query)
+        with tape.alive(first):
+            second = turned(key)
+        with tape.alive(first, second):
+            narrow = builder.cast(first, query.element_bytes, foreign=query.foreign)
+            with tape.alive(narrow):
+                return narrow, builder.cast(second, key.element_bytes, foreign=key.foreign), ()
 
 
 def _by_one_kernel(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value]:

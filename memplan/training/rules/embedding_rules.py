@@ -74,6 +74,10 @@ def encoder_refusals(
         yield f"parallel: {name}, an encoder, on several GPUs is not modelled; use one"
     if unpads:
         yield f"kernels.attention: {name} with the package flash-attn, which takes padding out of rows, is not modelled; use flash"
+    if spec.window and config.kernels.attention == "eager":
+        yield f"kernels.attention: {name}'s attention step by step, with a mask of each kind of layers, is not modelled; leave it out"
+    if not spec.encoder.drops and config.dropout:
+        yield f"dropout: {name} is released without, and with it is not modelled; leave it out"
     if not spec.encoder.checkpoints and config.activation_checkpointing != "none":
         yield (
             f"activation_checkpointing: {name}'s code checkpoints no layer, and Trainer ends with an error (supports_gradient_checkpointing); "

@@ -292,7 +292,11 @@ def padded_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=replace(job.job, training={**job.job.training, "padded_rows": True}))
 
 
-PROJECTIONS = {"distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"), "mpnet": ("q", "k", "v", "o")}
+PROJECTIONS = {
+    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),
+    "mpnet": ("q", "k", "v", "o"),
+    "modernbert": ("Wqkv", "Wo", "Wi"),
+}
 """Family of encoders -> projections of its attention, where these are not called as BERT's are."""
 
 
@@ -310,6 +314,10 @@ def encoder_job(job: StackJob, seed: int, number: int, catalog: Catalog) -> Stac
         training["activation_checkpointing"] = "none"
         training.pop("checkpointed_layers", None)
         training["kernels"] = {key: one for key, one in training.get("kernels", {}).items() if key != "attention"}
+    if values["model_type"] == "modernbert":
+        training.pop("dropout", None)
+        if training.get("kernels", {}).get("attention") == "eager":
+            training.pop("kernels")
     return replace(job, job=Job(values, training))
 
 

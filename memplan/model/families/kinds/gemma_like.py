@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from memplan.model.families.bert_layers import modern_bert
 from memplan.model.families.common_parts import (
     Shape,
     attention,
@@ -12,6 +13,7 @@ from memplan.model.families.common_parts import (
     rms_norm,
     shape,
     sliding_window,
+    whole_heads,
 )
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import GEMMA4, runs_as
@@ -209,3 +211,21 @@ def _gemma4_experts(config: ConfigValues) -> MixtureOfExperts | None:
         fp32_scores=True,
     )
     return experts(config, mixture)
+
+
+@runs_as(
+    scored=True,
+    dropouts=("embeddings.norm", "attn.Wo", "mlp.Wi"),
+    masks=2,
+    masks_from=2,
+    names_attention=True,
+    widens_rotated=True,
+    passes_positions=False,
+    drops_embedding="never",
+)
+def modernbert(config: ConfigValues) -> ModelSpec:
+    """ModernBERT: an encoder of two kinds of layers, within a window of either side and not, with GeGLU; dropout is not modelled.
+
+    Source: ``transformers/models/modernbert/modeling_modernbert.py``; https://arxiv.org/abs/2412.13663.
+    """
+    return modern_bert(config, whole_heads(config))
