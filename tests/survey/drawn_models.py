@@ -131,7 +131,8 @@ def encoder_model(rng: Random, catalog: Catalog) -> Values:
     """Return the keys of an encoder's config, some with the dropout that it is released with and some without."""
     family = rng.choice(ENCODERS)
     drawn = "bert" if family in ("distilbert", "modernbert") else family
-    values = _text_model(rng, drawn, catalog) | {"model_type": family}
+    values = _text_model(rng, drawn, catalog)
+    values |= {"model_type": family} if drawn != family else {}
     values.pop("tie_word_embeddings", None)
     if values["hidden_size"] % values["num_attention_heads"]:
         values["hidden_size"] = 32 * values["num_attention_heads"]

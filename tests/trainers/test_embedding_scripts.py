@@ -2,6 +2,7 @@
 
 import pytest
 
+import memplan
 from memplan.errors import MemplanError
 from memplan.library.answers.planned_job import plan_by_share
 
@@ -42,7 +43,10 @@ def test_a_program_says_its_model_its_length_its_batch_and_its_loss(tmp_path):
         ("BAAI/bge-base-en-v1.5", ("fp32", 512, "cls")),
         ("intfloat/multilingual-e5-base", ("fp32", 512, "mean")),
         ("sentence-transformers/all-MiniLM-L6-v2", ("fp32", 256, "mean")),
+        ("sentence-transformers/all-mpnet-base-v2", ("fp32", 384, "mean")),
+        ("nomic-ai/modernbert-embed-base", ("fp32", 8192, "mean")),
         ("thenlper/gte-base", None),
+        ("Alibaba-NLP/gte-modernbert-base", None),
     ],
 )
 def test_an_encoders_own_files_say_its_dtype_its_length_and_how_it_pools(tmp_path, model, said):
@@ -114,3 +118,17 @@ def test_ms_swift_is_refused_by_its_stage(tmp_path):
     )
     with pytest.raises(MemplanError, match=r"embedding as ms-swift .* is not modelled"):
         plan_by_share(str(path), gpu="h100")
+
+
+@pytest.mark.parametrize(("task", "labels"), [("mnli", 3), ("stsb", 1), ("sst2", 2)])
+def test_run_glue_learns_as_many_classes_as_its_task_has(task, labels):
+    words = ["python", "run_glue.py", "--model_name_or_path", "distilbert-base-uncased", "--task_name", task]
+    answer = memplan.import_file([*words, "--do_train", "--output_dir", "o"]).to_dict()
+    assert (answer["method"]["stage"], answer["method"]["labels"]) == ("classification", labels)
+    assert answer["training"]["sequence_length"] == 128
+
+
+def test_a_head_for_masked_words_is_refused_by_name():
+    words = ["python", "run_mlm.py", "--model_name_or_path", "roberta-base", "--do_train", "--output_dir", "o"]
+    keys = memplan.import_file(words).to_dict()["keys"]
+    assert any("masked words" in str(one) for one in keys["not_modelled"])
