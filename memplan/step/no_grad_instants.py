@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from memplan.model.spec import ModelSpec
 from memplan.step.alive_around_layers import returned_before
+from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.ends.head_on_tape import head_on_tape
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
@@ -249,12 +250,15 @@ def places_alone(
     places, behind = last_places([(EMBEDDING, 1), *runs], left, around)
     named = _named_embeddings(inputs)
     last = {kind: run.first + run.count - 1 for kind, run in zip(taped.kinds, taped.runs, strict=True)}
+    cached = [last[kind] for kind in taped.kinds if taped.layers[kind].tape.cached]
     for kind, below in places:
         first = (
             kind in (EMBEDDING, taped.kinds[0]) and taped.counts().get(kind, 1) == 1
         )  # given the embeddings themselves
         if kind != EMBEDDING:
-            below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind])
+            below += (
+                returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind], cached)
+            )
         yield kind, below + arguments + (ZERO if first else named), sections[kind]
     yield HEAD, behind, taped.head_alone(loss_inside=loss_inside)
 
@@ -304,7 +308,10 @@ def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
         return taped
     if caches:
         config = replace(config, activation_checkpointing="none")
-        setup = replace(setup, stack=replace(setup.stack, models=replace(models, uncached=())))
+        # the hook still makes embedded tokens a leaf, whose cast for embeddings of layers autocast keeps
+        leaf = inputs.spec.layer_input and embeds_with_gradient(setup)
+        asks = "always" if leaf else setup.stack.input_gradients
+        setup = replace(setup, stack=replace(setup.stack, input_gradients=asks, models=replace(models, uncached=())))
     adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
     config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
     spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)

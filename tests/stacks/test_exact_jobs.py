@@ -66,6 +66,15 @@ def test_rows_that_are_evaluated_lie_beside_those_of_the_last_step(rows, traced)
     assert dict(plan.instants)["evaluation"] == pytest.approx(traced, abs=512)  # as Trainer 5.24's own code was traced
 
 
+HANDED = json.loads((Path(__file__).parent / "evaluated_instants.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", HANDED, ids=lambda case: case["case"].replace(" ", "-"))
+def test_gemma_4_is_evaluated_with_what_its_own_code_names_and_caches_once(case):
+    instants = dict(planned(StackJob.read(json.dumps(case["job"])), catalog_at("")).instants)
+    assert {name: instants[name] for name in case["instants"]} == pytest.approx(case["instants"], rel=1e-3)
+
+
 TURNED = """{"card": "8.0", "model": {"hidden_size": 280, "intermediate_size": 40, "max_position_embeddings": 8192,
 "model_type": "gpt2", "n_embd": 280, "n_head": 7, "n_inner": 40, "n_layer": 2, "n_positions": 8192,
 "num_attention_heads": 7, "num_hidden_layers": 2, "tie_word_embeddings": true, "vocab_size": 1000}, "reentrant":

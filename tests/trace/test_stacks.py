@@ -85,6 +85,11 @@ def test_a_plain_loop_has_a_name_for_the_last_steps_logits(traced):
     assert [trace.storages[i].bytes for i in alive if trace.storages[i].component == "logits"] == [TOKENS * 1000 * 2]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-paged-bnb", "adafactor-transformers"])
+def test_a_plain_loop_steps_by_what_asks_for_a_card_or_has_a_rate_of_its_own(traced, optimizer):
+    assert traced(optimizer={"default": optimizer}).instants["optimizer step"].bytes > 0
+
+
 def test_every_instant_of_a_step_is_seen(traced):
     assert list(traced().instants) == [
         "forward", "loss backward", "head backward", "layer 2 backward", "layer 1 backward", "end of backward",

@@ -65,7 +65,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         x = _with_positions(builder, x)
     if settings.embedding_scale and not (scales and adapter):
         x = builder.pointwise("scale", x)
-        x.needs_gradient = x.needs_gradient or settings.input_gradients
+        if settings.input_gradients and not x.needs_gradient:
+            x.needs_gradient = x.leaf = True
     if settings.layer_input:
         _embed_layers(builder, x, settings)
     return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))

@@ -82,10 +82,16 @@ def image_sizes(spec: ModelSpec, setup: TrainingSetup) -> tuple[int, int]:
 def named_features(spec: ModelSpec, setup: TrainingSetup) -> Form:
     """Return what a model has names for of images until its layers have run: what the tower returned, and what that became.
 
+    With embeddings of each layer it names those rows, and embedded tokens without images, be there any or not.
+
     Source:
         ``Qwen2_5_VLModel.forward`` in transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py (5.23.0): ``mm_encoder_outputs``,
-        ``image_embeds``, ``image_mask``.
+        ``image_embeds``, ``image_mask``; ``Gemma4Model.forward`` in models/gemma4/modeling_gemma4.py (5.24.0): ``llm_inputs_embeds``,
+        ``per_layer_inputs``.
     """
+    if spec.tower is not None and spec.layer_input:
+        numbers = spec.hidden_size + spec.num_hidden_layers * spec.layer_input
+        return single_form(Part.ACTIVATIONS, Quantity.TOKENS, numbers * setup.embedded_bytes)
     if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup) or is_embedded_ahead(spec, setup):
         return ZERO
     shape = spec.tower.shape

@@ -9,6 +9,7 @@ Source:
     torch/csrc/autograd/FunctionsManual.cpp (v2.13.0), whose result is as large as what was selected from.
 """
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from memplan.documents.frozen_values import dataclass
@@ -194,9 +195,14 @@ class HandedDown:
         """Embeddings of all layers, as long as a forward runs."""
         return ZERO if self.inputs is None else _form(self.inputs, Part.TEMPORARIES)
 
-    def read(self, number: int) -> Form:
-        """Return keys and values that layers below one, which is numbered from 0, have handed on, as long as a forward runs."""
-        keys = [one for share, keys in self.keys for one in keys if share.stores < number]
+    def read(self, number: int, cached: Container[int] = ()) -> Form:
+        """Return keys and values that layers below one, which is numbered from 0, have handed on, as long as a forward runs.
+
+        Args:
+            cached: Layers whose own the cache has too, and that are counted with it.
+        """
+        stores = [(share.stores, keys) for share, keys in self.keys if share.stores not in cached]
+        keys = [one for layer, keys in stores for one in keys if layer < number]
         return sum((_form(one, Part.TEMPORARIES) for one in keys), ZERO)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
+from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend, paged_states
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.recording.recorder import Recorder
@@ -25,6 +25,8 @@ COLLATED = ("input_ids", "attention_mask", "labels")
 """What a collator of transformers makes of rows of one length, int64 each."""
 
 LEARNING_RATE = 1e-4
+OWN_RATE = {"transformers.optimization.Adafactor": {"scale_parameter": False, "relative_step": False}}
+"""Classes that set a rate of their own -> what a loop tells them so that they take its rate."""
 
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
@@ -55,6 +57,7 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
     with (
         pretended_card(inputs.compute_capability),
         cuda_backend(),
+        paged_states(),
         flash_attention_2(),
         known_images(inputs.model.spec, inputs.setup),
         masked_rows(inputs),
@@ -137,7 +140,7 @@ def optimizer_of(model: Any, setup: TrainingSetup) -> torch.optim.Optimizer:
         raise CannotAnswerError(
             f"optimizer {name} has no class that a loop could use: {entry.implementation}"
         ) from None
-    options: dict[str, Any] = {"lr": LEARNING_RATE}
+    options: dict[str, Any] = {"lr": LEARNING_RATE, **OWN_RATE.get(entry.implementation, {})}
     if entry.implementation == "torch.optim.AdamW":
         kernel = setup.profile.optimizer
         options |= {"fused": True} if kernel == "fused" else {"foreach": kernel == "foreach"}
