@@ -214,7 +214,8 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex" and ranks == 1:
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += own_rows(setup) + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
-    form += constant_form(Part.ACTIVATIONS, module_bytes(spec, setup))
+    models = 2 if config.method.reference_model == "resident" else 1
+    form += constant_form(Part.ACTIVATIONS, models * module_bytes(spec, setup))
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
     form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
     form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)

@@ -70,7 +70,7 @@ HANDED = json.loads((Path(__file__).parent / "evaluated_instants.json").read_tex
 
 
 @pytest.mark.parametrize("case", HANDED, ids=lambda case: case["case"].replace(" ", "-"))
-def test_gemma_4_is_evaluated_with_what_its_own_code_names_and_caches_once(case):
+def test_what_models_name_cache_and_keep_is_counted_as_often_as_it_is_there(case):
     instants = dict(planned(StackJob.read(json.dumps(case["job"])), catalog_at("")).instants)
     assert {name: instants[name] for name in case["instants"]} == pytest.approx(case["instants"], rel=1e-3)
 
