@@ -7,6 +7,7 @@ import pytest
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.pools import Turn
 from memplan.allocator.settings import AllocatorSettings
+from memplan.allocator.streams.free_blocks import key_of
 from memplan.allocator.streams.stream_allocator import Part, Shape, StreamAllocator
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 
@@ -236,7 +237,7 @@ def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried(
     assert skipped >= len(drawn) - 5
 
 
-SMALL_KEY, LARGE_KEY, LARGER_KEY, NO_KEY = (20, 0), (30, 0), (30, 1), (0, 0)
+SMALL_KEY, LARGE_KEY, LARGER_KEY, NO_KEY = key_of(0, 20), key_of(0, 30), key_of(1, 31), 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from memplan.allocator.settings import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from memplan.allocator.streams.free_blocks import FreeBlocks, Key, add, give_back, in_order, take
+from memplan.allocator.streams.free_blocks import ADDRESS_BITS, ADDRESS_MASK, FreeBlocks, add, give_back, key_of, take
 from memplan.units import ceil_div
 
 SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
@@ -31,24 +31,23 @@ _BASE = _LARGE_SEGMENT
 """Where expandable segments of each pool begin; at a whole page of each."""
 _UNLIMITED = 2**126 // _LARGE_SEGMENT * _LARGE_SEGMENT
 """Addresses, in blocks: no job of the most that may be asked for (2**54 tokens) comes near."""
-
-
-_NOTHING: Key = 0, 0
+_HIGHEST = 2 * _UNLIMITED
+"""Where segments begin of which each new one lies below those before."""
 
 
 class Part(NamedTuple):
     """What was taken while codes were played."""
 
-    highest: Key  # The highest of all that was taken, zeros for nothing
-    # New segments, the highest that was taken before each, and its pool.
-    made: Sequence[tuple[Key, Key, int]]
+    highest: int  # The highest key of all that was taken, 0 for nothing
+    # Keys of new segments, the highest that was taken before each, and its pool.
+    made: Sequence[tuple[int, int, int]]
 
 
 class Shape(NamedTuple):
     """Where everything is: what codes do that are alike depends on nothing else."""
 
     live: Mapping[int, tuple[int, int]]
-    free: Sequence[Sequence[Key]]  # What is free, of each pool
+    free: Sequence[Sequence[int]]  # Keys of what is free, of each pool
     holes: Sequence[Mapping[int, int]]  # What expandable segments have no memory for, of each pool
     retries: int
     downwards: bool
@@ -63,8 +62,8 @@ class Shape(NamedTuple):
         gone = [where for name, where in before.live.items() if name not in self.live]
         if gone != [where for name, where in self.live.items() if name not in before.live]:
             return False, False
-        made: list[list[Key]] = [[] for _ in self.free]
-        last, most = [bool(pool & 1) or not self.downwards for pool in range(len(made))], _NOTHING
+        made: list[list[int]] = [[] for _ in self.free]
+        last, most = [bool(pool & 1) or not self.downwards for pool in range(len(made))], 0
         for part in parts:
             for key, taken, pool in part.made:
                 most = max(most, taken)
@@ -116,14 +115,14 @@ class StreamAllocator:
         self.live: dict[int, tuple[int, int]] = {}
         self._pool_of = pool_of
         streams, least = range(1 + max(pool_of, default=0) // 2), (1, 1 if expandable else SMALL + 1)
-        self.pools: Sequence[FreeBlocks] = [([], {}, {}, {}, least[large]) for _ in streams for large in (0, 1)]
+        self.pools: Sequence[FreeBlocks] = [([], {}, {}, least[large]) for _ in streams for large in (0, 1)]
         endless = expandable and capacity_bytes is None
         self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable and not endless else ()
         self.parts: list[Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self.survives, self._releases = True, releases
         self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
-        self._downwards, self._address = downwards, 0
+        self._downwards, self._address = downwards, _HIGHEST if downwards else 0
         self._segments: dict[int, tuple[int, int]] = {}
         self._bases = [_BASE] * len(self.pools)
         self.tops = self._bases[:] if endless else []
@@ -138,51 +137,45 @@ class StreamAllocator:
         """Play codes, until a request is not satisfied; none after that."""
         live, pools, holes, pool_of, tops = self.live, self.pools, self.holes, self._pool_of, self.tops
         allocated, peak = self.allocated, self.allocated_peak
-        largest, last, new = 0, 0, list[tuple[Key, Key, int]]()  # the key that is highest, and what is made
+        highest, new = 0, list[tuple[int, int, int]]()
         for code in codes if self.survives else ():
             if not (size := blocks[name := code >> 1]):
                 continue
-            free = pools[number := pool_of[name]]
+            keys, ends, starts, least = free = pools[number := pool_of[name]]
             if code & 1:
                 start, end = live.pop(name)
                 allocated -= end - start
                 give_back(start, end, free)
                 continue
-            sizes, starts_of, ends, starts, least = free
-            if (whole := size) not in starts_of:
-                place = bisect_left(sizes, size)
-                whole = sizes[place] if place < len(sizes) else 0
-            if not whole:
+            if (place := bisect_left(keys, size << ADDRESS_BITS)) == len(keys):
                 made = self._made(size, number)
                 if made is None:
                     break
                 start, end = made
-                new += [] if holes else [((end - start, start), (largest, last), number)]
-            elif holes and ends[starts_of[whole][0]] in holes[number]:
-                end = take(start := self._least_growable(size, number), free)
+                key = key_of(start, end)
+                new += [] if holes else [(key, highest, number)]
             else:
-                end = ends.pop(start := (own := starts_of[whole]).pop(0))
+                key = keys[place]
+                if holes and ends[key & ADDRESS_MASK] in holes[number]:
+                    key = self._least_growable(place, number)
+                    place = bisect_left(keys, key)
+                del keys[place]
+                end = ends.pop(start := key & ADDRESS_MASK)
                 del starts[end]
-                if not own:
-                    del starts_of[whole], sizes[bisect_left(sizes, whole)]
-            if (whole := end - start) >= largest and (whole > largest or start > last):
-                largest, last = whole, start
+            if key > highest:
+                highest = key
             stop = start + size
             if tops and stop > tops[number]:
                 tops[number] = stop
-            if (rest := end - stop) >= least:
+            if end - stop >= least:
                 ends[stop], starts[end] = end, stop
-                if rest in starts_of:
-                    insort(starts_of[rest], stop)
-                else:
-                    starts_of[rest] = [stop]
-                    insort(sizes, rest)
+                insort(keys, (end - stop << ADDRESS_BITS) + stop)
                 end = stop
             live[name] = start, end
             if (allocated := allocated + end - start) > peak:
                 peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
-        self.parts.append(Part((largest, last), new))
+        self.parts.append(Part(highest, new))
         self._count_pages()
 
     def _count_pages(self) -> None:
@@ -197,7 +190,7 @@ class StreamAllocator:
 
     def shape(self) -> Shape:
         """Return where everything is."""
-        free, holes = [[*in_order(own)] for own in self.pools], [dict(ranges) for ranges in self.holes]
+        free, holes = [[*keys] for keys, *_ in self.pools], [dict(ranges) for ranges in self.holes]
         return Shape(dict(self.live), free, holes, self.retries, self._downwards)
 
     # ---------------------------------------------------------------- memory from the driver
@@ -240,31 +233,30 @@ class StreamAllocator:
                 self._unmap(number)
         for start, (end, pool) in [*self._segments.items()]:
             free = self.pools[pool]
-            if free[2].get(start) == end:
+            if free[1].get(start) == end:
                 take(start, free)
                 del self._segments[start]
                 self.reserved -= end - start
 
     # ---------------------------------------------------------------- expandable segments
-    def _least_growable(self, size: int, pool: int) -> int:
-        """Return where the free block of at least a size begins that could grow least."""
+    def _least_growable(self, place: int, pool: int) -> int:
+        """Return the key of the free block, from a place in their order on, that could grow least."""
         # Source: ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
-        free, holes = self.pools[pool], self.holes[pool]
-        best = least = None
-        for own, start in in_order(free, size):
-            end = start + own
+        (keys, ends, *_), holes = self.pools[pool], self.holes[pool]
+        best, least = keys[place], None
+        for key in keys[place:]:
+            end = ends[start := key & ADDRESS_MASK]
             room = holes.get(end, end) - start
             if least is not None and room >= least:
                 break
-            best, least = start, room
-        assert best is not None
+            best, least = key, room
         return best
 
     def _grown(self, size: int, pool: int) -> tuple[int, int] | None:
         """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room."""
         # Source: try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
         free = self.pools[pool]
-        ends, holes, page = free[2], self.holes[pool], _PAGES[pool & 1]
+        ends, holes, page = free[1], self.holes[pool], _PAGES[pool & 1]
         start = self._range(size, pool)
         end = ends.get(start, start)
         while end - start < size:
@@ -281,7 +273,7 @@ class StreamAllocator:
 
     def _range(self, size: int, pool: int) -> int:
         """Return the lowest address from which on free blocks and holes in a row have room, in a new segment if need be."""
-        _, _, ends, starts, _ = self.pools[pool]
+        _, ends, starts, _ = self.pools[pool]
         holes = self.holes[pool]
         for hole in sorted(holes):
             start = end = starts.get(hole, hole)
@@ -299,8 +291,8 @@ class StreamAllocator:
         # Source: unmap_block in c10/cuda/CUDACachingAllocator.cpp.
         free = self.pools[pool]
         holes, page = self.holes[pool], _PAGES[pool & 1]
-        for size, start in [*in_order(free)]:
-            end = start + size
+        for key in [*free[0]]:
+            end = free[1][start := key & ADDRESS_MASK]
             first, last = ceil_div(start, page) * page, end // page * page
             if first >= last:
                 continue

@@ -63,6 +63,7 @@ class Around:
     leave_backward: Callable[[int, dict[str, int]], None] = _nothing
     # As a module begins or ends, given the kind of its mark, and its name; None where nobody is told.
     visit: Callable[[str, str], None] | None = None
+    visits_layers: bool = True  # Whether it is told of modules within layers too
     use_up: UseUp | None = None  # Takes gradients as they are formed; None where they stay
     # Steps what was taken, making states where it is the first step; None where gradients are stepped as on one GPU.
     update: Callable[..., Any] | None = None

@@ -200,12 +200,12 @@ class ModelPasses:
 
     def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
         """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""
-        taped = self.taped
-        events = partial(section_events, mode=mode, visits=self.around.visit is not None)
+        taped, visits = self.taped, self.around.visit is not None
+        events = partial(section_events, mode=mode, visits=visits)
         yield "", events(taped.embedding)
         for index, run in enumerate(taped.runs):
             way = self.inputs.recomputation if taped.again[taped.kinds[index]] else NOTHING_AGAIN
-            layer = events(taped.layer_of(index), recomputation=way)
+            layer = events(taped.layer_of(index), recomputation=way, visits=visits and self.around.visits_layers)
             for number in range(run.first, run.first + run.count):
                 yield str(number), layer
         head = events(taped.head.section)

@@ -50,6 +50,7 @@ class GatheredParts:
             enter_backward=self.enter_backward,
             leave_backward=self.leave_backward,
             visit=self.visit if self._lone else None,
+            visits_layers=False,
             stepped=units.stepped,
             sums=self._head,
         )
