@@ -9,8 +9,8 @@ import pytest
 from tests.golden.test_recorded_jobs import hold
 from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
-from tests.survey.stacks.judged_stack_jobs import planned, stack_setup
-from tests.survey.stacks.stack_records import catalog_at, read_records
+from tests.survey.stacks.judged_stack_jobs import planned
+from tests.survey.stacks.stack_records import catalog_at, read_records, runs_as_now
 
 pytestmark = pytest.mark.thorough
 
@@ -51,7 +51,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 def plan_of(job: str, transformers: str):
     """Return the plan of a job with models of a version of transformers; those of the newest one are mostly the same."""
     stack_job = StackJob.read(job)
-    if transformers and stack_setup(stack_job, catalog_at(transformers)) == stack_setup(stack_job, catalog_at("")):
+    if transformers and runs_as_now(stack_job, transformers):
         return plan_of(job, "")
     return planned(stack_job, catalog_at(transformers))
 

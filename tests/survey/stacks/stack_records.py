@@ -16,7 +16,9 @@ from memplan.documents.escaping import json_text
 from memplan.documents.opening import read_text
 from memplan.documents.writing import write_file
 from memplan.errors import MemplanError
+from memplan.model.spec import MixtureOfExperts
 from memplan.trace.recording.trace_result import Trace
+from tests.survey.drawn_jobs import model_of
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned, traced
 
@@ -65,26 +67,46 @@ def read_records(path: Path) -> tuple[dict[str, str], tuple[StackRecord, ...]]:
     return data["versions"], tuple(StackRecord(**record) for record in data["records"])
 
 
+BY_FAMILY, BY_PART = ("hands_unread", "own_positions"), ("returns_features", "wide_routers")
+"""What an older 5.x of transformers does otherwise: with some families, and with towers and mixtures of experts."""
+
+
 @cache
 def catalog_at(transformers: str) -> Catalog:
     """Return the shipped catalog with models as an older 5.x of transformers runs them under all stacks.
 
     A job names no version of its own where its stack is the newest, of which newer packages may run since.
     """
-    catalog = Catalog(data_directory())
+    if not transformers:
+        return Catalog(data_directory())
+    catalog = catalog_at("")
     newest = catalog.stack("plain-loop").versions["transformers"]
-    if transformers in ("", newest) or not transformers.startswith("5."):
+    if transformers == newest or not transformers.startswith("5."):
         return catalog
     older, entries = catalog.stack(f"plain-loop@{transformers}"), dict(catalog.stacks.entries)
     for name, stack in entries.items():
         if stack.versions.get("transformers") == newest:
-            keys = ("hands_unread", "own_positions", "returns_features", "wide_routers")
-            models = replace(stack.models, **{key: getattr(older.models, key) for key in keys})
+            models = replace(stack.models, **{key: getattr(older.models, key) for key in (*BY_FAMILY, *BY_PART)})
             cache = older.loop.cache if stack.loop.cache != "none" else "none"
             entries[name] = replace(stack, models=models, loop=replace(stack.loop, cache=cache))
     aged = Catalog(data_directory())
     aged.__dict__["stacks"] = replace(catalog.stacks, entries=entries)
     return aged
+
+
+def runs_as_now(job: StackJob, transformers: str) -> bool:
+    """Whether the catalog at a version surely says of a job what that of the newest one does: its models have no part in what changed."""
+    stacks = [catalog_at(version).stack(job.stack) for version in (transformers, "")]
+    if stacks[0] == stacks[1]:
+        return True
+    specs = [model_of(values).spec for values in (job.job.model, *job.job.seconds.values())]
+    families = {family for stack in stacks for key in BY_FAMILY for family in getattr(stack.models, key)}
+    return stacks[0].loop == stacks[1].loop and not any(
+        spec.architecture in families
+        or spec.tower is not None
+        or any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
+        for spec in specs
+    )
 
 
 def traced_records(jobs: Iterable[StackJob], catalog: Catalog) -> Iterator[StackRecord]:
