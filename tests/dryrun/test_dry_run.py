@@ -568,6 +568,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("resumed_training", 3),
         ("scanned_states", 3),
         ("second_order", 3),
+        ("second_order strong_wolfe", 3),
         ("sharpness_aware", 6),  # the optimizer within steps, too
         ("speech_to_text", 3),
         ("stepped_in_backward", 18),  # one optimizer for each of six weights
@@ -581,11 +582,13 @@ def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp
     from memplan.dryrun.script_process import run_script
     from memplan.dryrun.terms.outcome import Card, Request
 
-    script = str(SCRIPTS / f"{name}.py")
-    counted = [sys.executable, str(SCRIPTS.parent / "counted_run.py"), str(updates), script]
+    program, *words = name.split()
+    script = str(SCRIPTS / f"{program}.py")
+    counted = [sys.executable, str(SCRIPTS.parent / "counted_run.py"), str(updates), script, *words]
     really = subprocess.run(counted, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=True)
     peak = int(really.stdout.split()[-1])
-    outcome = run_script(Request(script, Card("none", "9.0", 2**36, 2**36), kernels="cpu"), quiet=True)
+    request = Request(script, Card("none", "9.0", 2**36, 2**36), tuple(words), kernels="cpu")
+    outcome = run_script(request, quiet=True)
     assert outcome.ending == "done", outcome.message
     assert abs(max(outcome.peaks) - peak) <= peak / 1000
 

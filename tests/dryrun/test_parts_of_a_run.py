@@ -1,6 +1,7 @@
 """Parts of a dry run that need no process of their own: steps, limits, files, values."""
 
 import copy
+import inspect
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from inspect import signature
 
 import pytest
 import torch
+from torch.optim import lbfgs
 
 from memplan.dryrun.files.sandboxed_files import SandboxedFiles
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
@@ -23,7 +25,7 @@ from memplan.dryrun.script_child import _fullest
 from memplan.dryrun.terms.kernel_checks import check_arguments
 from memplan.dryrun.terms.other_programs import harmless_program, refuse_launcher
 from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError
-from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.terms.script_lines import ScriptLines, _answer
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.errors import UnknownNameError
 from memplan.library.runs.dry_run_answer import budgeted_job, findings
@@ -227,6 +229,12 @@ def test_numbers_that_nobody_knows_are_finite_and_a_single_one_is_positive():
         assert values.of(norm < 1) is None
         assert values.of(torch.full((2,), -1.0).cuda() < 0).tolist() == [True, True]
         assert values.of(torch.isfinite(torch.tensor(float("inf")).cuda())).tolist() is False
+
+
+def test_a_search_along_a_line_ends_with_the_first_step_that_it_tries():
+    lines, first = inspect.getsourcelines(lbfgs._strong_wolfe)
+    for condition, answer in {"abs(gtd_new) <= -c2 * gtd": True, "gtd_new >= 0": False}.items():
+        assert _answer(lbfgs.__file__, first + lines.index(f"        if {condition}:\n")) is answer
 
 
 def test_a_parameter_that_is_held_weakly_moves_and_stays_the_same_object():
