@@ -162,6 +162,16 @@ FAILURES = {
         3,
         "script.py:5: sparse gradients (an embedding's sparse=True) are not known here",
     ),
+    "rows of zeros": (
+        "import torch\nedges = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2))\nedges.cuda()\n",
+        3,
+        "script.py:3: sparse tensors are not known on the pretended GPU",
+    ),
+    "address": (
+        "import torch\ntorch.from_dlpack(torch.zeros(4, device='cuda'))\n",
+        3,
+        "script.py:2: it asks where a tensor's numbers lie",
+    ),
     "unequal": (
         "import torch\nrows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)\nrows.to('cuda')\n",
         3,

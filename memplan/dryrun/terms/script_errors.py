@@ -17,8 +17,12 @@ _FETCHED_NOTHING = (
 )
 _OF_CUDA = ("not linked with support for cuda devices", "arguments from the 'CUDA' backend")
 """What a build of torch without CUDA says of a tensor that its own C++ takes for one of CUDA's."""
-_NESTED = re.compile(r"self\.shape_env must not be None|nested_int_memo")
-"""What a fake tensor of torch's says where a nested one is made of it, or moved (torch/_subclasses/fake_tensor.py)."""
+_NOT_KNOWN = {
+    r"self\.shape_env must not be None|nested_int_memo": "rows of unequal lengths in one tensor (torch.nested) are not known here",
+    r"Sparse(Csr)?Meta|got torch\.sparse_|Sparse CSR tensors|aten::_to_sparse": "sparse tensors are not known on the pretended GPU",
+    r"Cannot access data pointer of Tensor": "it asks where a tensor's numbers lie (DLPack, code of its own below Python): none are here",
+}
+"""What torch says of fake tensors where they are nested, sparse, or left (torch/_subclasses/fake_tensor.py, c10/core/StorageImpl.cpp)."""
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
 _OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")
@@ -37,6 +41,9 @@ def how_it_failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str
     own = lines.innermost_of(error.__traceback__)
     text = " ".join(str(error).split())[:300]
     kind = type(error).__name__
+    for said, why in _NOT_KNOWN.items():
+        if re.search(said, text):
+            return "refused", f"{own}: {why}"
     operator = _operator_without_form(error)
     if operator:
         return "refused", (
@@ -50,8 +57,6 @@ def how_it_failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str
     higher = _HIGHER_ORDER.search(text)
     if higher:
         return "refused", f"{own}: {higher[1]} outside of compiled code is not known here; torch.compile what calls it"
-    if _NESTED.search(text):
-        return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
         if "No module named 'triton'" in str(error):
             return (
