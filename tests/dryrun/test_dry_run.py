@@ -553,6 +553,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("actor_critic", 3),
         ("attention_accumulated", 3),
         ("autoencoder", 3),
+        ("averaged_unet", 3),
         ("averaged_weights", 3),
         ("custom_function", 3),
         ("adversarial", 6),
