@@ -14,7 +14,7 @@ model = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda")
 if arguments["gradient_checkpointing"]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
 model.train()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="fused" in arguments["optim"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="fused" in arguments["optim"] or None)
 steps = arguments["gradient_accumulation_steps"]
 for _ in range(4):
     for _ in range(steps):
