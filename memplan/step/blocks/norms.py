@@ -45,7 +45,6 @@ def normalised(
             if builder.settings.code.wide_layer_norm:
                 wide = builder.cast(x, 4)
                 return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
-            copied = copied if x.element_bytes == own else (0, 0)  # what is cast lies in order then
             return _fused_norm(builder, x, norm, name, used, casts, x.width // size, copied)
 
 

@@ -124,7 +124,8 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
         with tape.alive(risen_query):
             down = linear(builder, x, f"{prefix}.{names.key_value_down}", part.kv_lora_rank + part.qk_rope_head_dim)
             latent, key_turned = _split(builder, down, part.kv_lora_rank, part.qk_rope_head_dim)
-            sliced = (1, 1) if part.qk_rope_head_dim and not builder.settings.regime.one_token else (0, 0)
+            cast = builder.settings.autocast and latent.element_bytes < 4  # the copy of a slice lies in order
+            sliced = (1, 1) if part.qk_rope_head_dim and not (cast or builder.settings.regime.one_token) else (0, 0)
             norm = f"{prefix}.{names.key_value_down_norm}"
             latent = normalised(builder, latent, part.compressed_norm, norm, part.kv_lora_rank, copied=sliced)
             turned, key_turned = _turned(builder, turned, key_turned, part.qk_rope_head_dim)
