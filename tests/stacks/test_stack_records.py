@@ -42,7 +42,7 @@ with `llama-factory.hosted` 0 and 23 Llama 4's first layer and EXAONE 4 below th
 with `transformers.5-24` instants below the peak of small Gemma 4 models, and forward of two GPT-J of less than 6 MB, 6 and 72 kB low;
 with `transformers.newer` 17 it is an instant below the peak of Ministral 3 with attention step by step, which was not followed;
 in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low; in `axolotl.staged.shards` 30 it is Gemma 3's layer, 2 % low below it. Of the others the
-instants, and with `trl.grpo` 23 the peak, were not followed further.
+instants were not followed further.
 """
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 
