@@ -1,4 +1,4 @@
-"""A U-Net that predicts noise, with an average of its weights: sixteen rows, which CPUs convolve without unfolding them."""
+"""A U-Net that predicts noise, with an average of its weights: sixteen rows of fp32, which NNPACK convolves on CPUs."""
 
 import copy
 
