@@ -1,5 +1,6 @@
 """Answers to different questions about one job agree, whatever the job: drawn from models, stacks, configs and cards."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,3 +208,20 @@ def test_settings_whose_allocator_takes_more_than_its_share_are_no_answer():
     answer = memplan.suggest("qwen2.5-0.5b", gpu="rtx4090")
     assert answer.verdict == "fits"
     assert {memplan.plan("qwen2.5-0.5b", gpu="rtx4090", config=row.training).verdict for row in answer.rows} == {"fits"}
+
+
+def test_settings_none_of_which_fits_once_simulated_are_no_answer(monkeypatch):
+    """Those of the last search were still said to fit; the nearest miss is what ``fit`` says of it."""
+    kept = ["weights", "gradients", "master", "lifetime", "optimizer", "offload", "checkpointing", "kernels"]
+    job = {"keep": kept, "sequence_length": 128, "catalog": CATALOG}
+    miss = memplan.suggest("gpt2", gpu_memory="900MiB", **job).search.miss.plan
+    again = memplan.plan("gpt2", gpu_memory="900MiB", config=miss.training, catalog=CATALOG)
+    assert (miss.verdict, miss.upper_bytes, miss.reserve_by_share) == ("no", again.upper_bytes, "")
+
+    def too_much(plan, **_):
+        return replace(plan, verdict="no", upper_bytes=2 * plan.upper_bytes)
+
+    monkeypatch.setattr("memplan.library.several.played_search.simulated", too_much)
+    answer = memplan.suggest("gpt2", gpu_memory="6GiB", **job)
+    assert (answer.verdict, answer.rows, answer.search.miss.plan.verdict) == ("no", (), "no")
+    assert "NO: none of" in str(answer.document().blocks[-1])

@@ -25,14 +25,14 @@ from memplan.library.job_options import (
 )
 from memplan.library.lookup import parallels
 from memplan.library.several.capacity import noting
+from memplan.library.several.played_search import played_suggestions
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Block, Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.cluster import Cluster, cluster_of
-from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
+from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of
 from memplan.solver.search.timing import rated_gpu
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -145,17 +145,7 @@ def suggest(
     device = inputs.device()
     request = _request(known, device, inputs, options)
     note = noting(progress, 2 * max(1, len(request.parallels)) + request.most)
-    search = suggestions(known, request, device, inputs.catalog, note)
-    played = _played(search.rows, note)
-    fitting = _fitting(played, request)
-    if played and not fitting:  # what a share says of the allocator was too little for all
-        excess = min(row.plan.upper_bytes - own.plan.upper_bytes for row, own in zip(played, search.rows, strict=True))
-        less = device.gpu.cuda_total_bytes - max(0, excess) // device.count
-        smaller = replace(device, gpu=replace(device.gpu, cuda_total_bytes=less))
-        again = suggestions(known, request, smaller, inputs.catalog)
-        rows = (replace(row, plan=CompiledPlan(known, row.plan.setup).evaluate(device)) for row in again.rows)
-        fitting = _fitting(_played(tuple(rows), lambda: None), request)
-    return Suggested(replace(search, rows=fitting or search.rows), inputs.catalog)
+    return Suggested(played_suggestions(known, request, device, inputs.catalog, note), inputs.catalog)
 
 
 def _request(model: Model, device: Device, inputs: JobInputs, options: SearchOptions) -> Request:
@@ -234,21 +224,6 @@ def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) 
     """
     _, gpu = rated_gpu(device.gpu, device.name, catalog.gpus.entries)
     return cluster_of(gpu, catalog.tables.networks, options.get("gpus_per_node"), options.get("network") or "")
-
-
-def _played(rows: Sequence[Settings], note: Callable[[], None]) -> list[Settings]:
-    """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them; ``note`` is called after each."""
-    played = []
-    for row in rows:
-        played.append(replace(row, plan=simulated(row.plan)))
-        note()
-    return played
-
-
-def _fitting(rows: Sequence[Settings], request: Request) -> tuple[Settings, ...]:
-    """Return those that fit, and behind them those that are TIGHT; ones that fitted by their share alone go."""
-    right = ("fits",) if request.strict else ("fits", "tight")
-    return tuple(row for verdict in right for row in rows if row.plan.verdict == verdict)
 
 
 # ------------------------------------------------------------------ configs for a GPU

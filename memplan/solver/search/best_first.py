@@ -7,7 +7,7 @@ fit. The first that fits is the fastest of its class. A class is abandoned as so
 is dominated: no faster than a combination of a class that is at least as good.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 
@@ -38,6 +38,7 @@ from memplan.training.stack_models import as_trained
 class Miss:
     """The combination that needs the least memory, where none fits."""
 
+    combination: Combination
     plan: MemoryPlan
     smallest_gpu: Device | None
 
@@ -259,7 +260,7 @@ class Search:
             _, stage, host, index = heappop(heap)
             arm = arms[index]
             if stage == 2:
-                return self._miss(self.sizes.plan(arm.state, arm.run.way, arm.run.batches[0]), arm.run.batches[0])
+                return self._miss(arm)
             heappush(heap, (self._need(stage, arm), stage + 1, host, index))
         return None
 
@@ -272,11 +273,24 @@ class Search:
         upper = arm.gauge.upper_bytes(plan.upper_requested_bytes(batch, self.length), plan.rounding_bytes)
         return upper + plan.forms.stream_bytes
 
-    def _miss(self, compiled: CompiledPlan, batch: int) -> Miss:
+    def _miss(self, arm: _Least) -> Miss:
+        state, way, batch = arm.state, arm.run.way, arm.run.batches[0]
+        standing = next(standing for own, standing in self.states if own is state)
+        update = self.sizes.update_picoseconds(state)
+        time, step = arm.run.token_femtoseconds(0, update), arm.run.step_picoseconds(0, update)
+        compiled = self.sizes.plan(state, way, batch)
+        group = self.class_of(state, standing, way.lifetime)
+        combination = Combination(state, way, batch, standing, group, time, step, compiled)
         plan = compiled.evaluate(self.device, batch, self.length)
-        devices = devices_for(compiled.setup, [Device(gpu, name) for name, gpu in self.catalog.gpus.entries.items()])
-        devices.sort(key=lambda device: (device.usable_bytes(self.reserve_bytes), device.name))
-        enough = (
-            d for d in able_devices(compiled, devices) if compiled.evaluate(d, batch, self.length).verdict == "fits"
-        )
-        return Miss(plan, next(enough, None))
+        enough = smallest_gpu(compiled, plan, self.catalog, lambda one: one.verdict == "fits")
+        return Miss(combination, plan, enough)
+
+
+def smallest_gpu(
+    compiled: CompiledPlan, plan: MemoryPlan, catalog: Catalog, fits: Callable[[MemoryPlan], bool]
+) -> Device | None:
+    """Return the GPU of the catalog with the least memory that can run what a plan is of and where it ``fits``, or None."""
+    devices = devices_for(compiled.setup, [Device(gpu, name) for name, gpu in catalog.gpus.entries.items()])
+    devices.sort(key=lambda device: (device.usable_bytes(compiled.setup.reserve_bytes), device.name))
+    sizes = plan.micro_batch_size, plan.sequence_length
+    return next((one for one in able_devices(compiled, devices) if fits(compiled.evaluate(one, *sizes))), None)

@@ -63,6 +63,7 @@ class Suggestions:
     outcome: Outcome
     rows: tuple[Settings, ...]  # Best first
     miss: Miss | None = None  # The combination that needs the least memory, where none fits and any is allowed
+    least: Settings | None = None  # The same, planned as an answer is
     experimental_fits: bool = False  # Whether combinations with experimental parts, which were not allowed, would fit
 
 
@@ -170,7 +171,8 @@ def _searched(
     fits = more is not None and more.plan.verdict == "fits"
     miss = nearest_miss(own)
     outcome = replace(outcome, compiled=sum(search.sizes.compiled for search in own))
-    return Suggestions(model, device, space, outcome, (), miss, fits)
+    least = None if miss is None else _settings(miss.combination, 1, model, space, device, catalog, lost)
+    return Suggestions(model, device, space, outcome, (), miss, least, fits)
 
 
 def _noted(items: Iterable[T], note: Callable[[], None]) -> Iterator[T]:
