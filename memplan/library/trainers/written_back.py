@@ -24,7 +24,7 @@ from memplan.library.lookup.trainer_files import GivenFiles, trainer_job, traini
 from memplan.library.trainers.imported_file import import_file
 from memplan.library.trainers.spliced_text import Edit, spliced
 from memplan.plan.memory_plan import Device, Suggestion
-from memplan.plan.reserve.simulation import simulated
+from memplan.plan.reserve.simulation import Runs, simulated
 from memplan.plan.suggested.config_changes import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.trainer_file_answers import Rewritten, rewrite_document
@@ -56,6 +56,7 @@ class _File:
     options: JobOptions
     shares: dict[str, Plan] = field(default_factory=dict)  # Plans by share, by the text of the file
     plans: dict[str, Plan] = field(default_factory=dict)  # Those that were simulated, without the least that each needs
+    runs: Runs = field(default_factory=Runs)  # Their runs
 
     def plan(self, content: str, *, least: bool = False) -> Plan:
         """Return the plan of the job that the file would describe.
@@ -65,14 +66,22 @@ class _File:
         """
         plan = self.by_share(content)
         if least:
-            return Plan(simulated(plan.memory), plan.catalog)
+            return Plan(simulated(plan.memory, runs=self.runs), plan.catalog)
         if content not in self.plans:
-            self.plans[content] = Plan(simulated(plan.memory, least=False), plan.catalog)
+            self.plans[content] = Plan(simulated(plan.memory, least=False, runs=self.runs), plan.catalog)
         return self.plans[content]
 
     def fits(self, content: str) -> bool:
         """Whether that job is sure to fit; where its tensors alone are too much, it is not simulated."""
         return not self.by_share(content).memory.exceeds_device and self.plan(content).verdict == "fits"
+
+    def needs_less(self, content: str, before: str) -> bool:
+        """Whether that job needs less than before; where the tensors of both alone are too much, neither is simulated."""
+        texts = content, before
+        shares = [self.by_share(text) for text in texts]
+        both = all(plan.memory.exceeds_device for plan in shares)
+        one, other = shares if both else [self.plan(text) for text in texts]
+        return one.expected_bytes < other.expected_bytes
 
     def by_share(self, content: str) -> Plan:
         """Return the same with a share as the allocator's reserve."""
@@ -204,7 +213,7 @@ def _thinned(one: _File, text: str, before: Plan, result: _Found) -> _Found:
 def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, Change]]:
     for change in _steps(plan):
         tried = _tried(one, content, plan, change)
-        if tried is not None and one.plan(tried[1]).expected_bytes < one.plan(content).expected_bytes:
+        if tried is not None and one.needs_less(tried[1], content):
             yield (*tried, change)
 
 
