@@ -20,6 +20,7 @@ JOBS = [
     ("mixtral-8x7b", "h100", "bf16-adamw-8bit"),
     ("llama-70b", "t4", "bf16-adamw"),
     ("gpt2-xl", "rtx3050", "bf16-adamw"),
+    ("llama-8b", "rtx3060", "lora"),
 ]
 
 

@@ -147,9 +147,12 @@ class Trial:
 
     def plan_with(self, change: Change) -> MemoryPlan | None:
         """Return the plan with a change made, or None where the config does not allow it."""
-        own = self.plan.setup
+        own, config = self.plan.setup, self.config
+        given = replace(  # a stack fills it in anew
+            own.given or config, micro_batch_size=config.micro_batch_size, sequence_length=config.sequence_length
+        )
         try:
-            setup = resolve(change.apply(self.config), self.catalog, own.name, beside=own.beside)
+            setup = resolve(change.apply(given), self.catalog, own.name, beside=own.beside)
             setup = replace(setup, untied_ends=own.untied_ends)  # of the model, which is built already
             return CompiledPlan(self.plan.model, setup).evaluate(self.plan.device)
         except MemplanError:

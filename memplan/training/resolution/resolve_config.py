@@ -86,7 +86,7 @@ def resolve(
     place = where or (lambda path: f"{name}: {'.'.join(path)}")
     if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
-    setup = _setup(_filled(config, catalog), catalog, name, place)
+    setup = replace(_setup(_filled(config, catalog), catalog, name, place), given=config)
     config, method = setup.config, setup.config.method
     named = {TEACHER: method.teacher, VALUES: method.value_model, REWARD: method.reward_model}
     seconds = {
