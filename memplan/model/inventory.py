@@ -9,8 +9,8 @@ from memplan.documents.frozen_values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...], bool, bool]
-"""A tensor's role, its shape, whether it is used, whether it is frozen, what it is a shard of, whether it is multiplied in batches, and whether it is turned."""
+Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...], bool, bool, bool]
+"""A tensor's role, its shape, whether it is used, frozen, what it is a shard of, and whether it is multiplied in batches, turned, and stays a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,21 @@ class ParameterTensor:
     frozen: bool = False  # Whether it does not train where other parameters of the model do
     divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
     transposed: bool = False  # Whether a linear weight is (in, out), which libraries turn before they quantise it
+    stays_float: bool = False  # Whether it is as it was loaded where others of its role are codes
 
     @property
     def kind(self) -> Kind:
         """What tensors with equal states have in common."""
-        return self.role, self.shape, self.used, self.frozen, self.divided, self.batched, self.transposed
+        return (
+            self.role,
+            self.shape,
+            self.used,
+            self.frozen,
+            self.divided,
+            self.batched,
+            self.transposed,
+            self.stays_float,
+        )
 
     @property
     def elements(self) -> int:
@@ -81,9 +91,18 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
         counts[kind] = counts.get(kind, 0) + tensor.count
     return tuple(
         ParameterTensor(
-            "", shape, role, count, used=used, frozen=frozen, divided=divided, batched=batched, transposed=turned
+            "",
+            shape,
+            role,
+            count,
+            used=used,
+            frozen=frozen,
+            divided=divided,
+            batched=batched,
+            transposed=turned,
+            stays_float=stays,
         )
-        for (role, shape, used, frozen, divided, batched, turned), count in counts.items()
+        for (role, shape, used, frozen, divided, batched, turned, stays), count in counts.items()
     )
 
 

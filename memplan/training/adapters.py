@@ -12,7 +12,7 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 from memplan.model.tower import Tower
 from memplan.training.adapted_ends import VALUE_HEAD, last_part, module_of, refuse_saved, selects, targeted_ends
-from memplan.training.resolved import TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 RENAMED = ("gate_proj", "up_proj", "down_proj")
 """Targets that PEFT turns into names of stacked parameters: linear layers called so, of shared experts and of dense layers, have no
@@ -268,6 +268,8 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         setup.stack.kbit_floats == "fp32-norms"
     ):  # what of a tower is an embedding has none of the names that are cast back
         inventory = tuple(replace(t, role="norm") if t.role == "embedding" and not t.used else t for t in inventory)
+    if not setup.stack.own_models and setup.format_names["hidden_matrix"] not in FLOAT_BYTES:
+        inventory = _marked_floats(inventory, setup)
     if setup.config.adapter is None or setup.stack.own_models:
         return inventory
     if setup.stable_embedding:
@@ -280,6 +282,24 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     stems = {t.name.removesuffix(".weight"): t.role for t in inventory if t.role in ("norm", "head")} if cast else {}
     roles = [(tensor, _role_beside_codes(tensor, stems, setup)) for tensor in inventory]
     return tuple([tensor if role == tensor.role else replace(tensor, role=role) for tensor, role in roles])
+
+
+def _marked_floats(inventory: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return tensors with those marked that stay floats beside codes: towers, what a model without a head ends with, and parts of attention.
+
+    Source:
+        ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0); of transformers 5.24.0
+        ``get_keys_to_not_convert`` in quantizers/base.py, which leaves the module of the last parameter, and
+        ``replace_with_bnb_linear`` in integrations/bitsandbytes.py, which leaves classes derived from ``nn.Linear``: the
+        ``out_proj`` of torch's ``MultiheadAttention``.
+    """
+    whole = not setup.stack.quantised_towers
+    parts = TOWER_PARTS if whole else LAST_PARTS
+    left = [t.name for t in inventory if t.role == "hidden_matrix" and t.name.startswith(parts)]
+    left = left if whole else [] if any(t.role == "head" for t in inventory) else left[-1:]
+    joined = "in_proj_weight"
+    left += [t.name.replace(joined, "out_proj.weight") for t in inventory if t.name.endswith(joined)]
+    return tuple([replace(t, stays_float=True) if t.name in left else t for t in inventory]) if left else inventory
 
 
 def _role_beside_codes(tensor: ParameterTensor, stems: Mapping[str, Role], setup: TrainingSetup) -> Role:

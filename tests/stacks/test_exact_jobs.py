@@ -97,9 +97,36 @@ LAST_PART = """{"card": "8.9", "model": {"model_type": "gemma4", "text_config": 
 "nf4-dq"}}}"""
 
 
-@pytest.mark.parametrize(("job", "traced"), [(TURNED, 7_034_944), (LAST_PART, 14_160_207)], ids=["gpt2", "gemma4"])
+SHARDED_LAST = """{"card": "8.9", "model": {"model_type": "gemma4_unified", "text_config": {"attention_bias": true,
+"attention_k_eq_v": true, "final_logit_softcapping": 30.0, "global_head_dim": 320, "head_dim": 48, "hidden_size": 96,
+"intermediate_size": 512, "max_position_embeddings": 8192, "num_attention_heads": 2, "num_hidden_layers": 2,
+"num_key_value_heads": 1, "sliding_window": 100, "vocab_size": 65537}, "tie_word_embeddings": true, "vision_config":
+{"mm_embed_dim": 64, "mm_posemb_size": 20, "output_proj_dims": 64, "patch_size": 4}}, "reentrant": true, "training":
+{"activation_checkpointing": "full", "adapter": {"dtype": "fp32", "kind": "lora", "rank": 4}, "clip_gradients": false,
+"compute_dtype": "bf16", "description": "", "gradient_accumulation_steps": 2, "kernels": {"attention": "eager"},
+"micro_batch_size": 2, "optimizer": {"default": "adamw-fp32"}, "parallel": {"data": 3, "replicate": 1, "zero_stage":
+3}, "sequence_length": 512, "stack": "transformers", "weights": {"default": "bf16", "hidden_matrix": "nf4-dq"}}}"""
+POOLED = """{"card": "8.0", "model": {"model_type": "llava_next", "text_config": {"hidden_size": 2048, "intermediate_size":
+11008, "max_position_embeddings": 32768, "model_type": "qwen2", "num_attention_heads": 16, "num_hidden_layers": 2,
+"num_key_value_heads": 2, "vocab_size": 151936}, "tie_word_embeddings": true, "vision_config": {"hidden_size": 64,
+"image_size": 56, "intermediate_size": 96, "model_type": "siglip_vision_model", "num_attention_heads": 1,
+"num_hidden_layers": 3, "patch_size": 14}}, "reentrant": false, "training": {"activation_checkpointing": "full",
+"adapter": {"dtype": "fp32", "kind": "dora", "rank": 16}, "clip_gradients": true, "compute_dtype": "bf16",
+"description": "", "gradient_accumulation_steps": 1, "kernels": {"attention": "eager"}, "micro_batch_size": 1,
+"optimizer": {"default": "adamw-fp32"}, "sequence_length": 65, "stack": "transformers", "weights": {"default": "bf16",
+"hidden_matrix": "nf4"}}}"""
+
+
+@pytest.mark.parametrize(
+    ("job", "traced"),
+    [(TURNED, 7_034_944), (LAST_PART, 14_160_207), (SHARDED_LAST, 4_643_794), (POOLED, 739_816_616)],
+    ids=["gpt2", "gemma4", "sharded", "pooled"],
+)
 def test_what_codes_lie_beside_is_stored_as_libraries_store_it(job, traced):
-    """GPT-2's scales are one for each output, though its weights lie the other way; a tower's last matrix is fp32 like the norms."""
+    """GPT-2's scales are one for each output, though its weights lie the other way.
+
+    A tower's last matrix is a float like the norms, and divided like these; so is what a pooling head ends its attention with.
+    """
     assert planned(StackJob.read(job), catalog_at("")).persistent_bytes == traced
 
 

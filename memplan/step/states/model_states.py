@@ -22,7 +22,6 @@ from memplan.step.tensors.update_kernels import Stepper, Updated, is_exempt, ste
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
 from memplan.training.adapted_ends import SAVED_ROLES, is_saved, module_of, originals, with_saved_alone
 from memplan.training.adapters import (
-    LAST_PARTS,
     TOWER_PARTS,
     libraries_inventory,
     reference_tensors,
@@ -60,7 +59,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
     own, added = with_saved_alone(rank_tensors(inventory, setup), setup), rank_tensors(adapters, setup)
-    narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
+    narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
     narrow |= _staged_codes(inventory, own, setup) | _never_reached(own, setup)
     kinds_of_own = merged([tensor for tensor in own if _place(tensor) not in narrow] if narrow else own)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)} if frozen else set()
@@ -215,31 +214,12 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[Place, Te
         tensor.name.removesuffix("weight")
         for tensor in own
         if tensor.used
-        and (setup.stack.quantised_towers or not tensor.name.startswith(TOWER_PARTS))
         and (not fused or tensor.name.startswith(TOWER_PARTS))
         and tensor.role == "hidden_matrix"
         and stored_format(setup, tensor)[0] not in FLOAT_BYTES
     }
     biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
     return {_place(tensor): tensor_states(cast, tensor, frozen=True) for tensor in biases}
-
-
-def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
-    """Return the states of a tower's matrices where these stay floats beside codes, by place."""
-    # Source: ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0);
-    # ``get_keys_to_not_convert`` in transformers/quantizers/base.py (5.23.0) leaves the module of a model's last
-    # parameter.
-    if setup.format_names["hidden_matrix"] in FLOAT_BYTES:
-        return {}
-    last = () if any(tensor.role == "head" for tensor in own) else LAST_PARTS
-    parts = last if setup.stack.quantised_towers else TOWER_PARTS
-    matrices = [tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(parts)]
-    matrices = matrices[-1:] if parts is LAST_PARTS else matrices
-    if not matrices:
-        return {}
-    wide = setup.kbit_floats and setup.stack.kbit_floats == "fp32"  # with all else that has no codes
-    loaded = setup.with_floats({"hidden_matrix": "fp32" if wide else setup.loaded_float})
-    return {_place(tensor): tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
 def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:

@@ -124,7 +124,7 @@ def cut(tensor: ParameterTensor, parallel: Parallel) -> tuple[int, int]:
 
 def is_coded(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
     """Tell whether a tensor is frozen codes of a few bits."""
-    return ADAPTER not in tensor.name and setup.format_names[tensor.role] not in FLOAT_BYTES
+    return ADAPTER not in tensor.name and not tensor.stays_float and setup.format_names[tensor.role] not in FLOAT_BYTES
 
 
 def is_whole(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
@@ -254,7 +254,7 @@ def stored_dtype(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[str, bo
     """Return the dtype of a tensor, and whether it is trained."""
     if ADAPTER in tensor.name:
         return setup.adapter_dtype, tensor.used
-    if not tensor.used:
+    if not tensor.used or (tensor.stays_float and setup.config.adapter is not None):
         return stored_format(setup, tensor)[0], False
     if setup.config.adapter is None:
         return setup.format_names["hidden_matrix"], True

@@ -83,6 +83,9 @@ def _loaded_name(setup: TrainingSetup, tensor: ParameterTensor) -> str:
     # Source: ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts parameters that need a
     # gradient.
     name = setup.format_names[tensor.role]
+    if tensor.stays_float and name not in FLOAT_BYTES:
+        wide = setup.kbit_floats and setup.stack.kbit_floats == "fp32"  # with all else that has no codes
+        return "fp32" if wide else setup.loaded_float
     if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen-as-loaded" and setup.autocast:
         return min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
     if tensor.frozen and name in FLOAT_BYTES and casts_trained(setup.config, setup.stack):
