@@ -1,6 +1,7 @@
 """Every parameter tensor of a model, exact to the element, each with its role."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import field
 from itertools import groupby
 from math import prod
 from typing import Literal, get_args
@@ -31,7 +32,7 @@ class ParameterTensor:
     frozen: bool = False  # Whether it does not train where other parameters of the model do
     divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
     transposed: bool = False  # Whether a linear weight is (in, out), which libraries turn before they quantise it
-    stays_float: bool = False  # Whether it is as it was loaded where others of its role are codes
+    stays_float: bool = field(default=False, repr=False)  # Whether a stack leaves it as it was loaded beside codes
 
     @property
     def kind(self) -> Kind:

@@ -69,7 +69,9 @@ def config_keys(rng: Random, model: Model, catalog: Catalog) -> Keys:
             keys[key] = rng.choice(values)
     if keys.get("activation_checkpointing") == "full" and rng.random() < 0.3:
         keys["checkpointed_layers"] = {rng.choice(("every", "first")): rng.choice((1, 2, 3))}
-    return keys
+    return keys | _small_parts(
+        rng, keys, model, catalog
+    )  # last, so that all else is as it was drawn before there were any
 
 
 def _weights(rng: Random, catalog: Catalog, *, adapted: bool) -> Keys:
@@ -97,6 +99,22 @@ def _weights(rng: Random, catalog: Catalog, *, adapted: bool) -> Keys:
     if rng.random() < 0.3:
         weights["norm"] = "fp32"
     return {"compute_dtype": compute, "weights": weights}
+
+
+def _small_parts(rng: Random, keys: Keys, model: Model, catalog: Catalog) -> Keys:
+    """Return formats and optimizers with those of routers and biases, where a model has any, and whether experts are balanced."""
+    present = {tensor.role for tensor in model.inventory}
+    roles = [role for role in ("router", "bias") if role in present]
+    floats = (keys["compute_dtype"], "fp32")
+    drawn = {"weights": {**keys["weights"], **{role: rng.choice(floats) for role in roles if rng.random() < 0.3}}}
+    if "optimizer" in keys:
+        bundled = _trains_codes(keys) or "offload" in keys or "dtype" in keys.get("gradients", {})
+        names = sorted(name for name, entry in catalog.optimizers.entries.items() if entry.takes == "all")
+        able = [name for name in names if name != "rmsprop" and (name.startswith(BUNDLED) or not bundled)]
+        drawn["optimizer"] = {**keys["optimizer"], **{role: rng.choice(able) for role in roles if rng.random() < 0.2}}
+    if "router" in roles and rng.random() < 0.1:
+        drawn["method"] = {"balances": rng.choice((False, False, True))}
+    return drawn
 
 
 def _adapter(rng: Random, model: Model) -> Keys:
