@@ -83,6 +83,13 @@ class Builder:
         out = self.fresh(x, element_bytes=element_bytes)
         return self.tape.apply(name, [(x, NEW)], out, saves, traits=Traits(packs=packs))
 
+    def clamp(self, x: Value, bounds: int) -> Value:
+        """Return ``x`` within so many bounds: its backward has a mask of bytes for each, and a zero, when it forms the gradient."""
+        # Source: ``clamp_backward`` in torch/csrc/autograd/FunctionsManual.cpp (v2.13.0)
+        masks = [(ONE, x.element_bytes), *[(x.quantity, x.width)] * bounds]
+        traits = Traits(workspace=masks, forms_last=True)
+        return self.tape.apply("clamp", [(x, NEW)], self.fresh(x), [x], traits=traits)
+
     def cast(self, x: Value, element_bytes: int, *, foreign: bool = False) -> Value:
         """Return ``x`` in another dtype; nothing happens where it has that."""
         if (x.element_bytes, x.foreign) == (element_bytes, foreign):

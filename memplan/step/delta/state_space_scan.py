@@ -101,8 +101,7 @@ def _step(builder: Builder, x: Value, part: StateSpace) -> Value:
         with tape.alive(shifted):
             wide = builder.cast(shifted, 4) if builder.settings.under_autocast else shifted
             soft = builder.pointwise("softplus", wide, (wide,))
-        between = [(soft.quantity, 2 * soft.width)]  # a byte for each bound (``clamp_backward``)
-        return tape.apply("clamp", [(soft, NEW)], builder.fresh(soft), [soft], traits=Traits(workspace=between))
+        return builder.clamp(soft, 2)
 
 
 def _widened(builder: Builder, given: ScanInputs, step: Value, part: StateSpace) -> tuple[Value, _Chunked]:

@@ -222,9 +222,12 @@ def _activated(builder: Builder, up: Value, width: int, part: MixtureOfExperts) 
     if not part.gated:
         return activated(builder, up, part.activation)
     gate, other = builder.tape.view(up, width), builder.tape.view(up, width)
-    builder.tape.apply("split", [(up, NEW)], [gate, other], traits=SAVES_NOTHING)
-    clamped = part.activation == "clamped-swiglu" and builder.profile.activation == "composite"
-    return _clamped(builder, gate, other) if clamped else gated(builder, gate, other)
+    if part.activation != "clamped-swiglu":
+        builder.tape.apply("split", [(up, NEW)], [gate, other], traits=SAVES_NOTHING)
+        return gated(builder, gate, other)
+    for half in (gate, other):  # every second number, whose gradient is written among zeros
+        builder.tape.apply("slice", [(up, NEW)], half, traits=SAVES_NOTHING)
+    return _clamped(builder, gate, other) if builder.profile.activation == "composite" else gated(builder, gate, other)
 
 
 def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) -> list[Value]:
@@ -284,9 +287,9 @@ def _clamped(builder: Builder, gate: Value, up: Value) -> Value:
     """Return gpt-oss's clamped SwiGLU: ``(up + 1) * (gate * sigmoid(gate * alpha))``, both clamped."""
     tape = builder.tape
     with tape.alive(gate, up):
-        gate, up = builder.pointwise("clamp", gate, (gate,)), builder.pointwise("clamp", up, (up,))
+        gate, up = builder.clamp(gate, 1), builder.clamp(up, 2)
         with tape.alive(gate, up):
-            more = builder.pointwise("add one", up)
+            more = tape.apply("add one", [(up, SAME)], builder.fresh(up), traits=SAVES_NOTHING)
             with tape.alive(more):
                 scaled = builder.pointwise("scale", gate)
                 open_ = builder.fresh(scaled)

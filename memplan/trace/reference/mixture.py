@@ -91,15 +91,15 @@ class Experts(nn.Module):
         self.part, self.run = part, run
         hidden, inner, experts = spec.hidden_size, part.intermediate_size, part.num_experts
         up, down = ((hidden, 2 * inner), (inner, hidden)) if part.transposed else ((2 * inner, hidden), (hidden, inner))
-        self._up = Weight((experts, *up), "expert_matrix", run, device)
-        self._down = Weight((experts, *down), "expert_matrix", run, device)
-        self._up.register(self, "gate_up_proj")
-        self._down.register(self, "down_proj")
         self._biases: tuple[str, ...] = ()
-        if part.expert_bias:
-            for name, width in (("gate_up_proj_bias", 2 * inner), ("down_proj_bias", hidden)):
-                self.register_parameter(name, parameter((experts, width), "bias", run, device))
-                self._biases += (name,)
+        projections = []
+        for name, shape, width in (("gate_up_proj", up, 2 * inner), ("down_proj", down, hidden)):
+            projections.append(Weight((experts, *shape), "expert_matrix", run, device))
+            projections[-1].register(self, name)
+            if part.expert_bias:
+                self.register_parameter(f"{name}_bias", parameter((experts, width), "bias", run, device))
+                self._biases += (f"{name}_bias",)
+        self._up, self._down = projections
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, (tokens, hidden)."""
@@ -110,7 +110,8 @@ class Experts(nn.Module):
         offsets = torch.histc(_countable(experts), bins=part.num_experts, min=0, max=part.num_experts - 1)
         offsets = offsets.cumsum(0, dtype=torch.int32)
         inner = self._product(rows, 0, offsets, experts)
-        gate, up = (inner[..., ::2], inner[..., 1::2]) if part.transposed else inner.chunk(2, -1)
+        interleaved = part.activation == "clamped-swiglu"  # gpt-oss
+        gate, up = (inner[..., ::2], inner[..., 1::2]) if interleaved else inner.chunk(2, -1)
         inner = gated(gate, up, part.activation, self.run.options.profile.activation)
         out = self._product(inner, 1, offsets, experts)
         out = out * weights.reshape(-1)[order, None]
