@@ -44,6 +44,7 @@ def test_a_program_says_its_model_its_length_its_batch_and_its_loss(tmp_path):
         ("intfloat/multilingual-e5-base", ("fp32", 512, "mean")),
         ("sentence-transformers/all-MiniLM-L6-v2", ("fp32", 256, "mean")),
         ("sentence-transformers/all-mpnet-base-v2", ("fp32", 384, "mean")),
+        ("sentence-transformers/multi-qa-mpnet-base-dot-v1", ("fp32", 512, "cls")),
         ("nomic-ai/modernbert-embed-base", ("fp32", 8192, "mean")),
         ("thenlper/gte-base", None),
         ("Alibaba-NLP/gte-modernbert-base", None),
