@@ -282,11 +282,11 @@ def let_go(inputs: StepInputs, taped: ModelOnTape, layer: int) -> Form:
     spec, setup = inputs.spec, inputs.setup
     if _is_reentrant(setup):
         return ZERO
-    tables, mask = tables_of_graph(inputs, behind=True), other_mask(spec, setup, layer)
+    tables, masked = tables_of_graph(inputs, behind=True), inputs.regime.masked
     # which keys computed again have turned by
     stay = tables is ZERO or taped.lowest_turned is None or bool(taped.handed.graphs and taped.handed.keeps)
     gone = ZERO if stay else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
-    return gone if setup.checkpointing == "none" else gone + mask
+    return gone if setup.checkpointing == "none" else gone + other_mask(spec, setup, layer, masked=masked)
 
 
 def handed_back(tower: TowerOnTape | None, layer: int) -> Form:

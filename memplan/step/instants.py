@@ -47,7 +47,7 @@ from memplan.step.head_instants import (
     widened_outputs,
 )
 from memplan.step.kernels.image_rows import is_embedded_ahead
-from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.kernels.layer_arguments import layer_arguments, mask_scratch
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.losses.token_chunk_loss import IN_PIECES
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct, model_on_tape
@@ -276,19 +276,20 @@ def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel
 def _forward(
     inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, apart: Form
 ) -> Iterator[Instant]:
-    """Yield the moments of forward: of the embedding, the last layer of each kind, and the head.
+    """Yield the moments of forward: of the embedding, the last layer of each kind, and the head; ``around`` is there throughout.
 
     Args:
-        around: What is there throughout.
         apart: The embedding's output where it is a tensor apart.
     """
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     arguments, named = arguments + other_features(inputs, taped.tower), named_embeddings(inputs, taped)
-    around += arguments + tables_of_graph(inputs)
+    around += (ahead := arguments + tables_of_graph(inputs))
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
+    if (scratch := mask_scratch(inputs.spec, masked=inputs.regime.masked)) is not ZERO:
+        scratch += played.embedded + played.carried + played.embedding.saved + named - ahead
+        yield Instant("forward", "mask of windows", around + scratch)
     if played.tower is not None:
-        ahead = arguments + tables_of_graph(inputs)
         for moment in played.tower.forward(around - ahead + played.embedding.saved + played.embedding.carried):
             yield moment.around(ZERO, "forward")
     around += apart + named + taped.handed.embedded
@@ -300,8 +301,7 @@ def _forward(
     around += played.embedded + played.carried - taped.saved_twice
     yield from handed_instants(inputs, taped, left, around)
     places, around = last_places(runs, left, around)
-    own = _enters_alone(inputs, taped)
-    given = named if taped.tower is not None else apart + named
+    own, given = _enters_alone(inputs, taped), (named if taped.tower is not None else apart + named)
     for kind, below in places:
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         if taped.staged[kind]:

@@ -11,7 +11,7 @@ from memplan.model.families.family_fields import FamilyCode
 from memplan.step.ends.head_on_tape import NAMED
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.layer_arguments import graph_has_tables, layer_arguments
+from memplan.step.kernels.layer_arguments import graph_has_tables, layer_arguments, mask_scratch
 from memplan.step.layers.handed_down import HandedDown
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
@@ -113,8 +113,17 @@ class ModelArguments:
             return [stream.allocate(size * value)] if size else []
         width = self._inputs.setup.embedded_bytes if size >= self._inputs.setup.embedded_bytes else 1
         masks = []
-        for _ in range(size // width):
-            pairs = stream.allocate_all([self._values[Quantity.SQUARE]] * 2)
+        square = self._values[Quantity.SQUARE]
+        scratch = mask_scratch(self._inputs.spec, masked=self._inputs.regime.masked).coefficient(
+            Part.TEMPORARIES, Quantity.SQUARE
+        )
+        for number in range(size // width):
+            if scratch and number == size // width - 1:  # the one of windows
+                apart = stream.allocate_all([scratch // 2 * square] * 2)
+                stream.free(apart[0])
+                pairs = [apart[1], stream.allocate(square)]
+            else:
+                pairs = stream.allocate_all([square] * 2)
             stream.free(pairs[0])
             masks.append(stream.allocate(value))
             stream.free(pairs[1])

@@ -30,7 +30,9 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
     idle = code.idle_mask and not spec.window and not retained and requested
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     alike = len(spec.full_layers) in (0, spec.num_hidden_layers)
-    if setup.config.masks_rows and masked:
+    if retained and _windows_idle(spec):
+        booleans *= 1 if setup.config.masks_rows else 0
+    elif setup.config.masks_rows and masked:
         booleans *= _mask_count(spec, code, retained=retained)
     elif attends_jointly(spec, setup) and not (alike and (retained or code.masks_by_kind)):
         booleans *= 2  # within windows, and not
@@ -43,6 +45,24 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
         + _position_ids(spec, setup, code, retained=retained)
         + images
     )
+
+
+def _windows_idle(spec: ModelSpec) -> bool:
+    """Whether an encoder makes a mask of windows that no layer is given."""
+    return spec.encoder is not None and spec.window > 0 and len(spec.full_layers) == spec.num_hidden_layers
+
+
+def mask_scratch(spec: ModelSpec, *, masked: bool) -> Form:
+    """Return what is beside embedded tokens as an encoder's mask of windows is formed: differences of positions, and their sizes.
+
+    Source:
+        ``sliding_window_bidirectional_overlay`` in transformers/masking_utils.py (5.23.0).
+    """
+    if spec.encoder is None or not spec.window or not masked:
+        return ZERO
+    numbers = 2 * POSITION_BYTES  # of queries and of keys
+    pairs = single_form(Part.TEMPORARIES, Quantity.SQUARE, numbers)
+    return pairs + single_form(Part.TEMPORARIES, Quantity.POSITIONS, numbers)
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
@@ -81,13 +101,16 @@ def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, heads * setup.residual_bytes)
 
 
-def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
+def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int, *, masked: bool) -> Form:
     """Return the masks of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
     code = family_code(setup.stack, spec.architecture)
     if not any(isinstance(run.layer.attention, Attention | LatentAttention) for run in spec.runs if run.first < layer):
         return _masks(spec, setup, code, retained=True)
-    if _other_kind(spec, layer) is None:
+    if (other := _other_kind(spec, layer)) is None:
         return ZERO
+    if spec.encoder is not None:  # which is given one of padding alone in layers without windows
+        given = masked and (setup.config.masks_rows or other not in spec.full_layers)
+        return single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if given else ZERO
     if masks_every_layer(spec, setup) and setup.profile.attention != "eager":
         return single_form(Part.ACTIVATIONS, Quantity.SCORES, 1)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
