@@ -8,7 +8,6 @@ from memplan.step.beside.policy_step import Phase, Taped, generated, micro_steps
 from memplan.step.beside.second_forward import running, states_on_tape
 from memplan.step.generated_completions import cached_bytes, uncached
 from memplan.step.instants import StepForms, saved_by_layers
-from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.step_inputs import module_bytes
 from memplan.step.tapes.linear_forms import Form, Part, constant_form
@@ -35,7 +34,7 @@ class PolicyForms:
         padded = setup.config.padded_rows
         value, reward = running(setup.value_model, padded), running(setup.reward_model, padded)
         self._values, self._rewards = value, reward
-        self._policy = tapes_of(model, _named(setup), states)
+        self._policy, self._generating = (tapes_of(model, own, states) for own in (_named(setup), setup))
         own = model_states(value.setup, value.model.inventory, ())
         self._learning = tapes_of(value.model, value.setup, own)
         judges = ((setup.value_model, value), (setup.reward_model, reward))
@@ -55,7 +54,7 @@ class PolicyForms:
         own = self._policy(at_once, length)
         judged = [tapes(at_once, length) for tapes in self._judging]
         instants = [
-            *generated(phase, generation(at_once), self._cached(own.taped, at_once, length)),
+            *generated(phase, generation(at_once), self._cached(at_once, length)),
             *scored(phase, own, *judged),
             *micro_steps(phase, policy, values),
         ]
@@ -81,9 +80,9 @@ class PolicyForms:
             renames=accumulation > method.ppo.mini_batches,
         )
 
-    def _cached(self, taped: ModelOnTape, rows: int, length: int) -> Form:
-        """Return keys and values of all tokens but the last, and the rows."""
-        prompt = length - self._setup.completion_length
+    def _cached(self, rows: int, length: int) -> Form:
+        """Return keys and values of all tokens but the last, and the rows; generation asks for no hidden states."""
+        prompt, taped = length - self._setup.completion_length, self._generating(rows, length).taped
         ids = 8 * (3 * length + prompt) + prompt
         return constant_form(Part.ACTIVATIONS, rows * (cached_bytes(self._model.spec, taped, length - 1) + ids))
 
