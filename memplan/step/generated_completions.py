@@ -12,7 +12,7 @@ from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import GENERATION, HEAD, parts_alone
 from memplan.step.step_inputs import StepInputs, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fixed_form, with_cached
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, fixed_form, with_cached
 from memplan.step.tapes.moments import Instant
 from memplan.step.units.collated_rows import ID_BYTES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -165,10 +165,17 @@ def _whole_forward(tapes: Tapes, rows: int, tokens: int, ids: int, form: Cache) 
     Args:
         ids: Numbers of 64 bits for each row.
         form: What becomes of their keys and values.
+
+    Source:
+        ``generate``, which drops a mask that shuts nothing out, in transformers/generation/utils.py, and ``sdpa_mask``, which expands
+        what is alike for all rows, in masking_utils.py (5.24.0).
     """
     inputs, taped, values = tapes(rows, tokens, form)
-    retained = _activations(ID_BYTES * rows * ids)
-    for kind, moment in parts_alone(inputs, taped, ZERO, GENERATION, _arguments(inputs, rows)):
+    own = list(values)
+    if inputs.regime.masked and form != "none" and not inputs.setup.config.masks_rows:  # all share booleans of one row
+        own[Quantity.SCORES] = values[Quantity.SCORES] // rows
+    retained = _activations(ID_BYTES * rows * ids) + fixed_form(_arguments(inputs, rows), own)
+    for kind, moment in parts_alone(inputs, taped, ZERO, GENERATION):
         if kind != HEAD:
             yield Instant(GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + retained)
 

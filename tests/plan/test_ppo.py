@@ -8,7 +8,7 @@ from tests.plan.traced_steps import hold_traced, records_of
 
 POLICY, JUDGE = "qwen2.5-0.5b", "qwen2.5-1.5b"
 TRACED = records_of("ppo_steps.json")
-"""What TRL's own code did, on tensors without memory: a job drawn by ``--stack trl --at 1.12 --stage ppo``, and smaller ones alike."""
+"""What TRL's own code did, on tensors without memory: a job drawn by ``--stack trl --at 1.12 --stage ppo``, smaller ones alike, and one of GRPO within windows."""
 
 
 @TRACED
