@@ -9,7 +9,7 @@ from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import clipped
 from memplan.step.divided.shared_ends_and_rows import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, repeated, ungrouped
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, chosen_heads, repeated, ungrouped
 from memplan.step.layers.handed_down import cached, stored
 from memplan.step.layers.head_gradients import (
     copied_gradients,
@@ -56,7 +56,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         with builder.tape.alive(query, *named):
             key, value = (key, value) if part.reuses else cached(builder, key, value)
             stored(builder, key, value)
-        groups = part.num_heads if code.by_groups else part.num_key_value_heads
+        groups = part.num_heads if key.width == query.width else part.num_key_value_heads
         heads = _repeated(builder, Heads(query, key, value, part.num_heads, groups))
         named = (*named, whole) if code.names_all else named
         out, result = _result(builder, heads, (*named, *gates), gates, part, prefix)
@@ -217,6 +217,8 @@ def _parts_of_one(
     fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
     query, key, value = (tape.view(fused, size) for size in sizes)
     builder.named += [fused] if code.adds_inside or code.names_fused else []
+    if code.own_scores and part.num_key_value_heads < part.num_heads:
+        return chosen_heads(builder, fused, part)
     fused = looked_at(builder, fused) if code.by_groups else fused
     tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
     if builder.settings.copies_fused:
@@ -226,12 +228,6 @@ def _parts_of_one(
                 key = builder.copied(key)
                 with tape.alive(key):
                     return query, key, builder.copied(value)
-    if code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
-        builder.named.append(fused)
-        with tape.alive(fused, query):  # chosen by a list of one number, not by a slice (``_split_heads``)
-            key = builder.copied(key)
-            with tape.alive(key):
-                return query, key, builder.copied(value)
     if apart and not code.by_groups and part.rotary_dim and part.query_key_norm is None:
         # a slice's gradient has heads before tokens
         query = looked_at(builder, query) if part.num_heads > 1 else query

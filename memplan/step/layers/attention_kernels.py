@@ -312,3 +312,24 @@ def repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> 
         copy = builder.fresh(x, x.width * times)
         copy.apart = False
         return builder.tape.apply("repeat", [(x, NEW)], copy, traits=SAVES_NOTHING)
+
+
+def chosen_heads(builder: Builder, fused: Value, part: Attention) -> tuple[Value, Value, Value]:
+    """Return query, key and value out of one tensor: keys and values by lists of one number, which copies, and repeated where groups have one each."""
+    # Source: ``_split_heads`` in transformers/models/falcon/modeling_falcon.py (5.24.0)
+    tape, times = builder.tape, part.num_heads // part.num_key_value_heads
+    query = tape.view(fused, part.query_size)
+    tape.apply("slice", [(fused, NEW)], query, traits=SAVES_NOTHING)
+    with tape.alive(fused, query):
+        key, value = builder.fresh(fused, part.key_value_size), builder.fresh(fused, part.key_value_size)
+        tape.apply("index", [(fused, NEW)], key, traits=SAVES_NOTHING)
+        with tape.alive(key):
+            tape.apply("index", [(fused, NEW)], value, traits=SAVES_NOTHING)
+        if part.num_key_value_heads == 1:
+            return query, key, value
+        with tape.alive(key, value):
+            query = builder.copied(query)
+            with tape.alive(query):
+                key = repeated(builder, key, times)
+                with tape.alive(key):
+                    return query, key, repeated(builder, value, times)
