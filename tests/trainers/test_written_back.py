@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.documents.loading import parse_document
-from memplan.errors import CannotAnswerError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.trainers.spliced_text import Edit, spliced
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -66,6 +66,11 @@ def test_a_search_simulates_each_text_once_and_the_answer_in_full(monkeypatch):
     assert sum("least" in ways and plan.exceeds_device for plan, ways in seen) <= 1, "tensors alone are too much"
     again = real(full[1])
     assert (again.least_bytes, again.lower_bytes) == (answer.after.least_bytes, answer.after.lower_bytes)
+
+
+def test_keywords_are_checked_before_the_file_is_read():
+    with pytest.raises(InvalidFileError, match="gpus"):
+        memplan.rewrite(EXAMPLES / "trl.yaml", gpu="rtx4090", gpus=len)
 
 
 def test_a_job_that_fits_is_left_alone(cli):

@@ -137,13 +137,13 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
         >>> answer.rewritten.after_text.splitlines()[1:4]
         ['gradient_accumulation_steps: 8', 'adapter: lora', 'micro_batch_size: 1']
     """
+    job_inputs("rewrite", None, options)
     path = os.fspath(file)
     one, edited = _File(path, options), path.endswith(SUFFIXES)
     text = read_text(usable_path(path)) if edited else None
     job = trainer_job(one.files(text), options.get("gpus"))
     if text is None or (not path.endswith(".json") and all(keys.form == "argv" for keys in job.sources)):
         raise _by_hand(path, job)
-    job_inputs("rewrite", None, options)
     before = after = one.plan(text, least=True)
     content, made = text, tuple[Change, ...]()
     if before.verdict != "fits":
