@@ -166,7 +166,15 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
         names = {each: format_name(config, each) for each in ROLES}
         wide = kbit_formats(config, stack, names)[role] == "fp32"
         return "adamw-fp32" if wide else name  # states are as wide as what the stack has cast
+    own = entry.implementation
+    if alike and not whole and stack.model_code == "transformers" and set(implementations(config, catalog)) == {own}:
+        return default  # torch's class keeps states as wide as what it steps, whatever a config calls it
     return name
+
+
+def implementations(config: TrainingConfig, catalog: Catalog) -> list[str]:
+    """Return the classes of the optimizers that a config names."""
+    return [catalog.optimizers[catalog.optimizers.name_of(name)].implementation for name in config.optimizer.values()]
 
 
 def wide_optimizer(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
