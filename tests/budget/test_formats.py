@@ -72,7 +72,7 @@ def test_github_escapes_what_would_end_a_command(cli, write, folder):
 
 
 def test_github_annotates_at_most_ten(cli, budget):
-    budget(jobs(36))
+    budget(jobs(48))
     ran = cli("check", "--format", "github")
     annotated = [line for line in ran.out.splitlines() if line.startswith("::")]
     rows = cli("check", "--json").data["rows"]

@@ -217,6 +217,17 @@ def test_litgpt_steps_adapters_over_codes_by_bitsandbytes_paged_adamw():
         memplan.plan("llama-8b", gpu="h100", config="qlora", stack="litgpt", set=settings)
 
 
+def test_torchs_adamw_has_states_as_wide_as_what_it_steps_under_transformers_stacks():
+    def optimizers(config, *settings, stack="trl"):
+        return set(find_setup(config, Overrides(stack=stack, settings=settings), CATALOG).optimizer_names.values())
+
+    assert optimizers("lora", "optimizer.default=adamw-bf16") == {"adamw-fp32"}
+    assert optimizers("bf16-adamw", "weights.default=fp32") == {"adamw-fp32"}
+    assert optimizers("bf16-adamw", "optimizer.default=adamw-fp32") == {"adamw-bf16"}
+    assert optimizers("bf16-adamw", "weights.default=fp32", stack="bundled") == {"adamw-bf16"}
+    assert "adamw-fp32" in optimizers("muon", stack="transformers")  # of Muon, which steps the rest too
+
+
 @pytest.mark.parametrize("until", ["forward", "backward", "step", "next", None])
 def test_a_config_says_until_when_a_loop_has_a_name_for_outputs(until):
     config = TrainingConfig("mine", stack="plain-loop", outputs_until=until)
