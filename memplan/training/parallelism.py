@@ -307,10 +307,9 @@ def _when_sharded(
         text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; {'' if alone else 'use bf16 or fp32, or '}{instead}"
         yield ("kernels", "loss"), text
     trained, what = (weights, "weights") if config.adapter is None else (config.adapter.dtype or "", "adapters")
-    width = FLOAT_BYTES.get(trained, 0)
     torchao = ", adamw-8bit-torchao" if stack.sharded_units in ("accelerate", "axolotl") else ""
     for name, entry in optimizers.items():
-        if not (steps_elementwise(entry, width) or steps_shards(entry, config, stack, profile)):
+        if not (steps_elementwise(entry, FLOAT_BYTES.get(trained, 0)) or steps_shards(entry, config, stack, profile)):
             text = f"{name} is not supported with zero_stage 3 for {trained} {what}: torch's own AdamW and SGD are, with states in their dtype; use adamw-{trained}{torchao}, or {instead}"
             yield ("optimizer",), text
         elif entry.orthogonalises and config.parallel.pipeline * config.parallel.expert > 1:

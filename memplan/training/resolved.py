@@ -65,7 +65,7 @@ class TrainingSetup:
     card_notes: tuple[str, ...] = ()  # What a card does in another way, one sentence each; none where there is no card
     # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
-    given: TrainingConfig | None = None  # The same, as it was before what it leaves to its stack was filled in
+    given: TrainingConfig | None = field(default=None, compare=False)  # Before its stack filled it in
     uncheckpointed: bool = False  # Whether layers never run again, whatever the config says
     teacher: BesideModel | None = None  # What distillation learns from
     value_model: BesideModel | None = None  # What PPO trains beside its policy

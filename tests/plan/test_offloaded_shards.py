@@ -128,8 +128,8 @@ def test_a_job_that_a_host_is_too_small_for_is_told_only_what_makes_it_fit(gpus)
         "llama-3.2-1b", gpu="h100", gpus=gpus, stack=stack, config="bf16-adamw", set=keys, host_memory="4GiB"
     )
     assert plan.verdict == "no"
+    assert plan.suggestions
     assert all(change.flips_verdict for change in plan.suggestions)
-    assert bool(plan.suggestions) == (gpus == 1)
 
 
 def test_pinned_tensors_are_rounded_up_to_powers_of_two():

@@ -148,9 +148,8 @@ class Trial:
     def plan_with(self, change: Change) -> MemoryPlan | None:
         """Return the plan with a change made, or None where the config does not allow it."""
         own, config = self.plan.setup, self.config
-        given = replace(  # a stack fills it in anew
-            own.given or config, micro_batch_size=config.micro_batch_size, sequence_length=config.sequence_length
-        )
+        rows = {key: getattr(config, key) for key in ("micro_batch_size", "sequence_length", "method")}
+        given = replace(own.given or config, **rows)  # a stack fills it in anew
         try:
             setup = resolve(change.apply(given), self.catalog, own.name, beside=own.beside)
             setup = replace(setup, untied_ends=own.untied_ends)  # of the model, which is built already
