@@ -30,6 +30,4 @@ class Encoder:
     scorer: Scorer = Scorer()  # What classes are learnt by
     checkpoints: bool = True  # Whether its code can checkpoint layers
     drops: bool = True  # Whether dropout in it is modelled
-    distance_buckets: int = (
-        0  # Rows of a table of biases of scores by distance, a number for each head, which layers share
-    )
+    distance_buckets: int = 0  # Rows of a table of biases of scores by distance, one for each head, for all layers

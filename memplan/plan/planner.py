@@ -41,7 +41,6 @@ BLOCK_BYTES = 512
 
 Kernels = tuple[KernelProfile, *tuple[KernelProfile | AttentionKernel | None, ...]]
 
-
 CardKind = tuple[str, str | None, str, bool]
 
 

@@ -20,9 +20,8 @@ def logits_of_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
     logits = taped.head.logits
     if "logits" not in setup.stack.loop.holds or logits is None:
         return ZERO
-    return single_form(Part.LOGITS, logits.quantity, logits.coefficient) + returned_features(
-        setup, taped.tower, graph=True
-    )
+    own = single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+    return own + returned_features(setup, taped.tower, graph=True)
 
 
 def outlives(setup: TrainingSetup, *, step: bool) -> bool:

@@ -293,12 +293,11 @@ def _marked_floats(inventory: Inventory, setup: TrainingSetup) -> Inventory:
         ``replace_with_bnb_linear`` in integrations/bitsandbytes.py, which leaves classes derived from ``nn.Linear``: the
         ``out_proj`` of torch's ``MultiheadAttention``.
     """
-    whole = not setup.stack.quantised_towers
-    parts = TOWER_PARTS if whole else LAST_PARTS
+    parts = TOWER_PARTS if (whole := not setup.stack.quantised_towers) else LAST_PARTS
     left = [t.name for t in inventory if t.role == "hidden_matrix" and t.name.startswith(parts)]
     left = left if whole else [] if any(t.role == "head" for t in inventory) else left[-1:]
-    joined = "in_proj_weight"
-    left += [t.name.replace(joined, "out_proj.weight") for t in inventory if t.name.endswith(joined)]
+    stems = [t.name.removesuffix("in_proj_weight") for t in inventory if t.name.endswith("in_proj_weight")]
+    left += [f"{stem}out_proj.weight" for stem in stems]
     return tuple([replace(t, stays_float=True) if t.name in left else t for t in inventory]) if left else inventory
 
 

@@ -15,6 +15,7 @@ from memplan.training.rules.flat_rules import (
     deepspeed_problems,
     flat_refusal,
     offload_refusal,
+    shards_codes_of_states,
     shared_refusals,
     staying_refusal,
     steps_beside,
@@ -307,7 +308,7 @@ def _when_sharded(
         text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; {'' if alone else 'use bf16 or fp32, or '}{instead}"
         yield ("kernels", "loss"), text
     trained, what = (weights, "weights") if config.adapter is None else (config.adapter.dtype or "", "adapters")
-    torchao = ", adamw-8bit-torchao" if stack.sharded_units in ("accelerate", "axolotl") else ""
+    torchao = ", adamw-8bit-torchao" if shards_codes_of_states(config, stack) else ""
     for name, entry in optimizers.items():
         if not (steps_elementwise(entry, FLOAT_BYTES.get(trained, 0)) or steps_shards(entry, config, stack, profile)):
             text = f"{name} is not supported with zero_stage 3 for {trained} {what}: torch's own AdamW and SGD are, with states in their dtype; use adamw-{trained}{torchao}, or {instead}"

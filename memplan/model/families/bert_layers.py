@@ -83,28 +83,12 @@ DISTILBERT_CODE: Mapping[str, Any] = BERT_CODE | {
 
 def distilled(config: ConfigValues, common: Shape) -> ModelSpec:
     """Return a DistilBERT."""
-    config.only("chunk_size_feed_forward", 0)
     config.ignore("sinusoidal_pos_embds", "qa_dropout")  # what its table of positions begins with; another head
-    norm = Norm("layer", bias=True, epsilon=1e-12)
-    rows = config.integer("max_position_embeddings", default=512)
     dropout = config.number("seq_classif_dropout", default=0.2)
+    encoder = Encoder(pools=False, scorer=Scorer("pre_classifier", activation="relu", dropout=dropout))
+    norm = Norm("layer", bias=True, epsilon=1e-12)
     mlp = plain_mlp(config, config.integer("hidden_dim"), "gelu", "activation")
-    spec = model(
-        config,
-        common,
-        Layer(attention(config, common, 0, bias=True), mlp, norm, placement="summed"),
-        tied=True,
-        dropout=("attention_dropout", "dropout"),
-        default_dropout=0.1,
-        final_norm=NO_NORM,
-        embedding_norm=norm,
-        learned_positions=rows,
-        rotary_tables=0,
-        buffers=(8 * rows,),
-        names=DISTILBERT_NAMES,
-        encoder=Encoder(pools=False, scorer=Scorer("pre_classifier", activation="relu", dropout=dropout)),
-    )
-    return replace(spec, max_position_embeddings=rows, tie_word_embeddings=True, use_cache=False)
+    return _summed(config, common, mlp, norm, ("attention_dropout", "dropout"), DISTILBERT_NAMES, encoder)
 
 
 def bert_like(config: ConfigValues, common: Shape, encoder: Encoder, reserved: int = 0) -> ModelSpec:
@@ -112,24 +96,40 @@ def bert_like(config: ConfigValues, common: Shape, encoder: Encoder, reserved: i
     for key in ("is_decoder", "add_cross_attention"):
         config.only(key, False)
     config.only("position_embedding_type", "absolute")
-    config.only("chunk_size_feed_forward", 0)
     norm = Norm("layer", bias=True, epsilon=config.number("layer_norm_eps", default=1e-12))
-    rows = config.integer("max_position_embeddings", default=512, minimum=reserved + 1)
     mlp = plain_mlp(config, config.integer("intermediate_size"), "gelu", "hidden_act")
+    dropout = "attention_probs_dropout_prob", "hidden_dropout_prob"
+    names = MPNET_NAMES if encoder.distance_buckets else BERT_NAMES
+    return _summed(config, common, mlp, norm, dropout, names, encoder, reserved)
+
+
+def _summed(
+    config: ConfigValues,
+    common: Shape,
+    mlp: Mlp,
+    norm: Norm,
+    dropout: tuple[str, str],
+    names: TensorNames,
+    encoder: Encoder,
+    reserved: int = 0,
+) -> ModelSpec:
+    """Return an encoder whose layers norm each sum, with buffers of positions, and of token types where it has a table of these."""
+    config.only("chunk_size_feed_forward", 0)
+    rows = config.integer("max_position_embeddings", default=512, minimum=reserved + 1)
     spec = model(
         config,
         common,
         Layer(attention(config, common, 0, bias=True), mlp, norm, placement="summed"),
         tied=True,
-        dropout=("attention_probs_dropout_prob", "hidden_dropout_prob"),
+        dropout=dropout,
         default_dropout=0.1,
         final_norm=NO_NORM,
         embedding_norm=norm,
         learned_positions=rows - reserved,
         reserved_positions=reserved,
         rotary_tables=0,
-        buffers=(8 * rows,) if encoder.distance_buckets else (8 * rows, 8 * rows),
-        names=MPNET_NAMES if encoder.distance_buckets else BERT_NAMES,
+        buffers=(8 * rows,) * (2 if encoder.token_types else 1),
+        names=names,
         encoder=encoder,
     )
     return replace(spec, max_position_embeddings=rows - reserved, tie_word_embeddings=True, use_cache=False)

@@ -22,12 +22,8 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
         if code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
         weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
-        named = (
-            weights,
-            chosen,
-            *([logits] if code.names_routers else []),
-        )  # until transformers' blocks, and our own, end
-        named = named if code.names_routers or code.flattens_rows else ()
+        # Transformers' blocks, and our own, have names for these until they end.
+        named = [weights, chosen] * (code.names_routers or code.flattens_rows) + [logits] * code.names_routers
         with tape.alive(weights, chosen, *named):
             given = linear(builder, x, inside(prefix, LATENT[0]), part.latent_size) if part.latent_size else x
             out = routed_experts(builder, given, weights, chosen, part, inside(prefix, names.experts))

@@ -40,9 +40,7 @@ class Given(NamedTuple):
 class Handed(NamedTuple):
     """What a layer is given, and what becomes of it."""
 
-    inputs: Given | None = (
-        None  # Embeddings of all layers, of which it takes its own, or a bias of scores that all share
-    )
+    inputs: Given | None = None  # Embeddings of all layers, of which it takes its own, or a bias of scores for all
     width: int = 0  # Of its own
     keys: tuple[Given, ...] = ()  # Keys and values of an earlier layer, where it has none of its own
     stores: bool = False  # Whether later layers read its own

@@ -224,10 +224,15 @@ def steps_shards(entry: Optimizer, config: TrainingConfig, stack: Stack, profile
         ``refuse_beside_shards`` in memplan/muon/parameter_state.py; ``_AdamBase._new_buffer`` in torchao/optim/adam.py (0.13.0).
     """
     if entry.steps_shards:
-        sharded = config.parallel.engine == "torch" and stack.sharded_units in ("accelerate", "axolotl")
-        return sharded and config.offload == Offload()
+        return shards_codes_of_states(config, stack)
     runs = stack.name == "bundled" or stack.model_code == "torchtitan"
     return runs and entry.bundled is not None and profile.newton_schulz != "torch"
+
+
+def shards_codes_of_states(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a job is one whose shards an optimizer with coded states may step."""
+    sharded = config.parallel.engine == "torch" and stack.sharded_units in ("accelerate", "axolotl")
+    return sharded and config.offload == Offload()
 
 
 def steps_elementwise(entry: Optimizer, width: int) -> bool:
